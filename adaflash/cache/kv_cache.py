@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device tensors of the paged KV pool, one pair per layer. Which block belongs to whom is `block_manager`'s business."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from adaflash.ops.backend import Backend
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """Keys and values of one model (target or drafter); both use the same block numbers.
+
+    Attributes:
+        k: Per layer, shape `Backend.kv_cache_shape`.
+        v: Per layer, same shape.
+        block_size: Tokens per block.
+    """
+
+    k: list[Tensor]
+    v: list[Tensor]
+    block_size: int
+
+    @staticmethod
+    def allocate(
+        backend: Backend,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+    ) -> KVCache:
+        """Allocate zeroed caches for `num_layers` layers."""
+        shape = backend.kv_cache_shape(num_blocks, block_size, num_kv_heads, head_dim)
+        k, v = (
+            [torch.zeros(shape, dtype=dtype, device=backend.device) for _ in range(num_layers)] for _ in range(2)
+        )
+        return KVCache(k, v, block_size)
+
+    def copy_blocks(self, backend: Backend, pairs: list[tuple[int, int]]) -> None:
+        """Copy blocks `(source, destination)` in every layer."""
+        for k, v in zip(self.k, self.v, strict=True):
+            backend.copy_blocks(k, v, pairs)
+
+
+def kv_bytes_per_block(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Return the bytes one block takes over all layers, keys and values together."""
+    return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration of an engine and of a server: frozen, validated once, the only reader of the environment."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from adaflash.errors import ConfigError
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+VerifyPolicyName = Literal["auto", "off", "fixed", "confidence", "length_head"]
+SamplingCoupling = Literal["gumbel", "rejection"]
+
+ENV_PREFIX = "ADAFLASH_"
+
+
+def _require(condition: bool, field: str, value: object, allowed: str) -> None:
+    if not condition:
+        raise ConfigError(f"{field}={value!r} is invalid: must be {allowed}")
+
+
+def _require_choice(field: str, value: object, choices: Iterable[str]) -> None:
+    allowed = list(choices)
+    _require(value in allowed, field, value, "one of " + ", ".join(allowed))
+
+
+def _require_min(field: str, value: float | None, minimum: float) -> None:
+    if value is not None:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        _require(is_number and value >= minimum, field, value, f">= {minimum}")
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """Return ` (did you mean X?)` for the known name nearest to `name`, or an empty string."""
+    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {nearest[0]!r}?)" if nearest else ""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything that decides what the engine loads, how much memory it takes, and how it speculates.
+
+    Attributes:
+        model: Directory of the target in Hugging Face layout; None serves the embedded demo model.
+        draft: Directory of a DFlash drafter; None means no drafter (the demo model brings its own).
+        tokenizer: Directory of the tokenizer when it is not the target's.
+        device: `auto` (npu, else cuda, else cpu) or the name of an installed backend.
+        dtype: Computation dtype; `auto` takes the checkpoint's, except on cpu, which computes in float32.
+        seed: Seeds requests that bring none.
+        max_model_len: Longest prompt + output in tokens; None takes the target's own limit.
+        max_num_seqs: Most sequences in one step.
+        max_num_batched_tokens: Most tokens in one target forward, drafts included.
+        block_size: Tokens per KV block; None takes the backend's preferred size.
+        num_kv_blocks: Size of the KV pool in blocks; None derives it from `kv_cache_memory_bytes`.
+        kv_cache_memory_bytes: Memory for the KV pool; None takes a share of what the device has free.
+        gpu_memory_utilization: Share of device memory the engine may use when nothing explicit is given.
+        enable_prefix_caching: Reuse KV of equal prompt prefixes.
+        verify_policy: How many drafts each request verifies; `auto` is `confidence` with a drafter, else `off`.
+        num_speculative_tokens: Upper bound of drafts to verify; None is the drafter's block size - 1.
+        confidence_threshold: `confidence` keeps the prefix whose cumulative confidence is at least this.
+        length_head_rate: `length_head` multiplies its prediction by this before rounding (SPEC: 1.0 serving, 1.3 paper).
+        length_head_min: Smallest candidate length (anchor included) of `length_head`.
+        sampling_coupling: `gumbel` makes sampled output independent of the drafter; `rejection` only its distribution.
+        strict_ops: Make a fallback to a reference op an error.
+        num_threads: CPU threads for the model's math; None leaves torch's default.
+    """
+
+    model: str | None = None
+    draft: str | None = None
+    tokenizer: str | None = None
+    device: str = "auto"
+    dtype: Dtype = "auto"
+    seed: int = 0
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    block_size: int | None = None
+    num_kv_blocks: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    verify_policy: VerifyPolicyName = "auto"
+    num_speculative_tokens: int | None = None
+    confidence_threshold: float = 0.3
+    length_head_rate: float = 1.0
+    length_head_min: int = 1
+    sampling_coupling: SamplingCoupling = "gumbel"
+    strict_ops: bool = False
+    num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        _require_choice("dtype", self.dtype, get_args(Dtype))
+        _require_choice("verify_policy", self.verify_policy, get_args(VerifyPolicyName))
+        _require_choice("sampling_coupling", self.sampling_coupling, get_args(SamplingCoupling))
+        for name in ("max_model_len", "num_kv_blocks", "kv_cache_memory_bytes", "block_size", "num_threads"):
+            _require_min(name, getattr(self, name), 1)
+        for name in ("max_num_seqs", "max_num_batched_tokens", "length_head_min"):
+            _require_min(name, getattr(self, name), 1)
+        _require_min("num_speculative_tokens", self.num_speculative_tokens, 1)
+        _require_min("seed", self.seed, 0)
+        _require(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]")
+        _require(0 <= self.confidence_threshold <= 1, "confidence_threshold", self.confidence_threshold, "in [0, 1]")
+        _require(0 < self.length_head_rate <= 16, "length_head_rate", self.length_head_rate, "in (0, 16]")
+        if self.num_kv_blocks is not None and self.kv_cache_memory_bytes is not None:
+            raise ConfigError("num_kv_blocks and kv_cache_memory_bytes are both given: give one of them")
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, object]) -> EngineConfig:
+        """Build a config from plain keys; an unknown key is an error that names the nearest known one."""
+        return _build(cls, values)
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Where the server listens, whom it lets in, and how much it buffers.
+
+    Attributes:
+        host: Address to bind; off loopback without `api_key` or TLS, a warning is logged.
+        grpc_port: Port of the gRPC API; 0 picks a free one.
+        served_model_name: Name clients see; None is the model directory's name.
+        api_key: Bearer token clients must send; None lets everybody in.
+        ssl_certfile: PEM certificate; with `ssl_keyfile` switches TLS on.
+        ssl_keyfile: PEM private key.
+        ssl_ca_certs: PEM authorities; with `ssl_cert_required` clients must present a certificate (mTLS).
+        ssl_cert_required: Require and verify a client certificate.
+        max_message_bytes: Largest gRPC message accepted.
+        max_num_waiting: Requests allowed to wait; one more is refused with RESOURCE_EXHAUSTED.
+        max_stream_buffer_bytes: Undelivered reply bytes a stream may hold before `stream_stall_timeout_s` counts.
+        stream_stall_timeout_s: A client that reads nothing for so long while its buffer is full is cut.
+        shutdown_grace_period_s: After SIGTERM, seconds in which new calls are still accepted.
+        shutdown_timeout_s: Seconds running requests get to finish on shutdown.
+    """
+
+    host: str = "127.0.0.1"
+    grpc_port: int = 50051
+    served_model_name: str | None = None
+    api_key: str | None = None
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    ssl_ca_certs: str | None = None
+    ssl_cert_required: bool = False
+    max_message_bytes: int = 4 * 1024 * 1024
+    max_num_waiting: int = 256
+    max_stream_buffer_bytes: int = 64 * 1024
+    stream_stall_timeout_s: float = 60.0
+    shutdown_grace_period_s: float = 0.0
+    shutdown_timeout_s: float = 45.0
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.grpc_port <= 65535, "grpc_port", self.grpc_port, "in [0, 65535]")
+        for name in ("max_message_bytes", "max_num_waiting", "max_stream_buffer_bytes"):
+            _require_min(name, getattr(self, name), 1)
+        for name in ("stream_stall_timeout_s", "shutdown_grace_period_s", "shutdown_timeout_s"):
+            _require_min(name, getattr(self, name), 0)
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ConfigError("ssl_certfile and ssl_keyfile go together: one of them is missing")
+        if self.ssl_cert_required and self.ssl_ca_certs is None:
+            raise ConfigError("ssl_cert_required needs ssl_ca_certs: the authorities that sign client certificates")
+        for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
+            path = getattr(self, name)
+            if path is not None and not Path(path).is_file():
+                raise ConfigError(f"{name}={path!r} is not a file")
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, object]) -> ServerConfig:
+        """Build a config from plain keys; an unknown key is an error that names the nearest known one."""
+        return _build(cls, values)
+
+
+def _build(cls, values):  # type: ignore[no-untyped-def]
+    known = [field.name for field in dataclasses.fields(cls)]
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"unknown setting {key!r}{suggest(key, known)}")
+    return cls(**values)
+
+
+def environment_overrides(field_names: Iterable[str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the settings given as `ADAFLASH_<FIELD>` variables, still as strings, keyed by field name."""
+    source = os.environ if environ is None else environ
+    found = {}
+    for name in field_names:
+        value = source.get(ENV_PREFIX + name.upper())
+        if value is not None:
+            found[name] = value
+    return found
+
+
+def cache_dir() -> Path:
+    """Return the folder for converted demo weights and profiles (`ADAFLASH_CACHE_DIR`, else `~/.cache/adaflash`)."""
+    explicit = os.environ.get(ENV_PREFIX + "CACHE_DIR")
+    if explicit:
+        return Path(explicit)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "adaflash"

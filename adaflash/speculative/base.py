@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drafter interface: what proposes tokens, whatever its architecture. Owns no state."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from adaflash.cache.kv_cache import KVCache
+from adaflash.ops.metadata import PackedBatch, SamplingMetadata
+
+
+@dataclass(frozen=True)
+class DraftBlock:
+    """Drafts of one step for S sequences; K = draft_block_size - 1.
+
+    Attributes:
+        token_ids: [S, K] int64, ids of the target's vocabulary; column k follows the anchor by k + 1 positions.
+        logits: [S, K, Vd] the tokens were drawn from, penalties and bias not applied; kept only on request.
+        confidence: [S, K] fp32 in (0, 1], the largest probability of each draft distribution: a property of the
+            distribution, not of the drawn token, so that cutting by it is lossless under either coupling.
+        hidden: [S, W, H] drafter states after its final norm; input of the length head.
+    """
+
+    token_ids: Tensor
+    logits: Tensor | None
+    confidence: Tensor
+    hidden: Tensor
+
+
+class Drafter(ABC):
+    """Proposes a block of tokens after each sequence's anchor, from context it was fed by `write_context`.
+
+    Attributes:
+        version: Number of the weights being served; 0 is what came with the checkpoint.
+        draft_block_size: W, anchor included; trained, never changed at run time.
+        mask_token_id: Filler of the draft block; never proposed as a draft.
+        tap_layer_ids: Target layers i whose output (HF `hidden_states[i + 1]`) feeds the context.
+        max_position_embeddings: A block may not reach past this; beyond it a request decodes plainly.
+        num_layers: Draft layers, each with its own KV.
+        num_kv_heads: KV heads per layer.
+        head_dim: Features per head.
+        column_token_ids: [Vd] int64 target id of each logits column; None when the vocabulary is the target's.
+    """
+
+    version: int
+    draft_block_size: int
+    mask_token_id: int
+    tap_layer_ids: tuple[int, ...]
+    max_position_embeddings: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    column_token_ids: Tensor | None
+
+    @abstractmethod
+    def write_context(self, taps: Tensor, positions: Tensor, slot_mapping: Tensor, kv_: KVCache) -> None:
+        """Turn target features into context K/V and write them to the drafter's cache.
+
+        Args:
+            taps: [T, len(tap_layer_ids) * H], the tapped layers' outputs side by side.
+            positions: [T] int64 absolute positions.
+            slot_mapping: [T] int64, -1 writes nothing.
+            kv_: The drafter's cache, written in place.
+        """
+
+    @abstractmethod
+    def propose(
+        self, batch: PackedBatch, kv_: KVCache, sampling: SamplingMetadata, keep_logits: bool = False
+    ) -> DraftBlock:
+        """Draft K tokens per sequence in one forward.
+
+        Args:
+            batch: S sequences of exactly W tokens, `[anchor, mask x K]`; seq_lens count context + W.
+            kv_: The drafter's cache; the block's own K/V go to the lookahead slots of `batch.slot_mapping`.
+            sampling: [S * K] rows, row s * K + k decides the draft k of sequence s.
+            keep_logits: Whether `DraftBlock.logits` is needed (coupling `rejection`).
+        """
+
+
+class LengthHead(ABC):
+    """Predicts per block how much of it the target will accept."""
+
+    @abstractmethod
+    def predict(self, hidden: Tensor) -> Tensor:
+        """Return the predicted (accepted + 1) / W per sequence, [S, W, H] -> [S] fp32 in (0, 1)."""
+
