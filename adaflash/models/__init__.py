@@ -1,1 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Target models: dense Llama and Qwen3 from Hugging Face directories."""
