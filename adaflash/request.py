@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from adaflash.errors import RequestError
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -194,7 +194,7 @@ class CompletionOutput:
     """One sample of a request, complete or so far.
 
     `token_ids`, `logprobs` and usage count the same tokens: everything up to and including the token that
-    completed a stop string or was a stop id. `text` ends before the stop string unless asked otherwise.
+    completed a stop string or was a stop id. `error` means the target's logits were not finite. `text` ends before the stop string unless asked otherwise.
     """
 
     index: int

@@ -30,6 +30,14 @@ class DraftBlock:
     hidden: Tensor
 
 
+class LengthHead(ABC):
+    """Predicts per block how much of it the target will accept."""
+
+    @abstractmethod
+    def predict(self, hidden: Tensor) -> Tensor:
+        """Return the predicted (accepted + 1) / W per sequence, [S, W, H] -> [S] fp32 in (0, 1)."""
+
+
 class Drafter(ABC):
     """Proposes a block of tokens after each sequence's anchor, from context it was fed by `write_context`.
 
@@ -43,6 +51,7 @@ class Drafter(ABC):
         num_kv_heads: KV heads per layer.
         head_dim: Features per head.
         column_token_ids: [Vd] int64 target id of each logits column; None when the vocabulary is the target's.
+        length_head: Predicts how much of a block will be accepted; None when the checkpoint has none.
     """
 
     version: int
@@ -54,6 +63,7 @@ class Drafter(ABC):
     num_kv_heads: int
     head_dim: int
     column_token_ids: Tensor | None
+    length_head: LengthHead | None
 
     @abstractmethod
     def write_context(self, taps: Tensor, positions: Tensor, slot_mapping: Tensor, kv_: KVCache) -> None:
@@ -78,12 +88,3 @@ class Drafter(ABC):
             sampling: [S * K] rows, row s * K + k decides the draft k of sequence s.
             keep_logits: Whether `DraftBlock.logits` is needed (coupling `rejection`).
         """
-
-
-class LengthHead(ABC):
-    """Predicts per block how much of it the target will accept."""
-
-    @abstractmethod
-    def predict(self, hidden: Tensor) -> Tensor:
-        """Return the predicted (accepted + 1) / W per sequence, [S, W, H] -> [S] fp32 in (0, 1)."""
-

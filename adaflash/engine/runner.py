@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The only part of the engine that touches the device: draft forward, target forward, acceptance, KV copies."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from adaflash.cache.kv_cache import KVCache
+from adaflash.engine.sampling import RowSpec, SamplingBuilder
+from adaflash.engine.scheduler import ScheduledSequence
+from adaflash.models.base import TargetModel
+from adaflash.ops.backend import Backend
+from adaflash.ops.metadata import PackedBatch, VerifyMetadata
+from adaflash.ops.reference_sampling import row_logprobs
+from adaflash.request import Logprob, TokenLogprobs
+from adaflash.speculative.base import DraftBlock, Drafter, LengthHead
+from adaflash.speculative.budget import DraftSignals
+from adaflash.speculative.packing import PackEntry, pack
+
+
+class Drafts(NamedTuple):
+    """Drafts of one step on the host: tokens [S][K], what policies may see, and the device block behind them."""
+
+    token_ids: list[list[int]]
+    signals: DraftSignals
+    block: DraftBlock
+
+
+@dataclass(frozen=True)
+class Round:
+    """One sequence's part in a target forward.
+
+    Attributes:
+        scheduled: Its share of the step.
+        draft_token_ids: Drafts to verify, possibly none.
+        draft_row: Its row in the step's `Drafts`; None when it did not draft.
+    """
+
+    scheduled: ScheduledSequence
+    draft_token_ids: list[int] = field(default_factory=list)
+    draft_row: int | None = None
+
+
+class Verified(NamedTuple):
+    """What a target forward decided for one sequence.
+
+    `token_ids`: accepted drafts, then the bonus token. `logprobs`: one per token, or None when not asked for.
+    `corrupted`: the target's logits of these rows were not finite; the tokens mean nothing.
+    """
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    corrupted: bool
+
+
+@dataclass
+class StepTimes:
+    """Seconds spent on the device's work; the rest of a step is host time."""
+
+    draft: float = 0.0
+    verify: float = 0.0
+
+
+class Runner:
+    """Runs the models for the engine.
+
+    Args:
+        backend: Where the ops run.
+        target: The target model, packed.
+        target_kv: Its KV pool.
+        drafter: The drafter, or None.
+        draft_kv: The drafter's KV pool; same block numbers as the target's.
+        sampling: Builds sampling rows; knows penalties and counts.
+        keep_draft_logits: Whether acceptance needs q (coupling `rejection`).
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        target: TargetModel,
+        target_kv: KVCache,
+        drafter: Drafter | None,
+        draft_kv: KVCache | None,
+        sampling: SamplingBuilder,
+        keep_draft_logits: bool,
+    ) -> None:
+        assert (drafter is None) == (draft_kv is None), "a drafter comes with its KV pool"
+        self.backend = backend
+        self.target = target
+        self.drafter = drafter
+        self.sampling = sampling
+        self.times = StepTimes()
+        self._target_kv = target_kv
+        self._draft_kv = draft_kv
+        self._keep_draft_logits = keep_draft_logits
+
+    @property
+    def length_head(self) -> LengthHead | None:
+        """The drafter's length head, if its checkpoint has one."""
+        return None if self.drafter is None else self.drafter.length_head
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy KV blocks of both models, `(source, destination)`."""
+        if not pairs:
+            return
+        self._target_kv.copy_blocks(self.backend, pairs)
+        if self._draft_kv is not None:
+            self._draft_kv.copy_blocks(self.backend, pairs)
+
+    def draft(self, drafting: list[ScheduledSequence]) -> Drafts:
+        """Draft a block for every sequence of `drafting` in one forward."""
+        assert self.drafter is not None, "drafting needs a drafter"
+        assert self._draft_kv is not None, "drafting needs the drafter's KV pool"
+        started = time.perf_counter()
+        masks = [self.drafter.mask_token_id] * (self.drafter.draft_block_size - 1)
+        seqs = [item.seq for item in drafting]
+        entries = [PackEntry([seq.token_ids[-1], *masks], seq.num_computed, seq.block_table, 0) for seq in seqs]
+        batch = pack(entries, self._draft_kv.block_size, self.backend.device)
+        rows = self.sampling.draft_rows(
+            [seq.key for seq in seqs],
+            [seq.num_output_tokens for seq in seqs],
+            len(masks),
+            self.drafter.column_token_ids,
+            self.drafter.mask_token_id,
+        )
+        block = self.drafter.propose(batch, self._draft_kv, rows, self._keep_draft_logits)
+        ratio = None if self.length_head is None else self.length_head.predict(block.hidden).tolist()
+        drafts = Drafts(block.token_ids.tolist(), DraftSignals(block.confidence.tolist(), ratio), block)
+        self.times.draft += time.perf_counter() - started
+        return drafts
+
+    def verify(self, rounds: list[Round], drafts: Drafts | None, write_drafter_kv: bool) -> list[Verified]:
+        """Run the target over all rounds, and decide the tokens of those that sample, in order.
+
+        Args:
+            rounds: Every scheduled sequence's part.
+            drafts: The step's drafts, when any sequence drafted.
+            write_drafter_kv: Whether to feed the drafter's context with this step's rows.
+        """
+        started = time.perf_counter()
+        batch = pack([_entry(r) for r in rounds], self._target_kv.block_size, self.backend.device)
+        logits = self._forward(batch, write_drafter_kv)
+        sampled = [r for r in rounds if r.scheduled.samples]
+        verified = self._decide(sampled, logits, drafts) if sampled else []
+        self.times.verify += time.perf_counter() - started
+        return verified
+
+    def _forward(self, batch: PackedBatch, write_drafter_kv: bool) -> Tensor:
+        """Return logits [R, V] of the rows that need them; writes the target's and the drafter's KV."""
+        meta = self.backend.attention_metadata(batch)
+        drafter = self.drafter if write_drafter_kv else None
+        taps = () if drafter is None else drafter.tap_layer_ids
+        out = self.target.forward(batch.token_ids, batch.positions, batch.slot_mapping, meta, self._target_kv, taps)
+        if drafter is not None:
+            # Rejected rows are written too: they lie in the sequence's own lookahead slots and are overwritten.
+            assert out.taps is not None, "taps were asked for"
+            assert self._draft_kv is not None, "a drafter comes with its KV pool"
+            drafter.write_context(out.taps, batch.positions, batch.slot_mapping, self._draft_kv)
+        return self.target.compute_logits(out.hidden[batch.logits_indices])
+
+    def _decide(self, sampled: list[Round], logits: Tensor, drafts: Drafts | None) -> list[Verified]:
+        specs = [
+            RowSpec(r.scheduled.seq.key, r.scheduled.seq.num_output_tokens + k, r.draft_token_ids[:k])
+            for r in sampled
+            for k in range(len(r.draft_token_ids) + 1)
+        ]
+        out = self.backend.verify_drafts(
+            logits,
+            _padded_drafts(sampled, logits.device),
+            self._draft_logits(sampled, drafts),
+            _verify_metadata(sampled, logits.device),
+            self.sampling.rows(specs),
+            None if self.drafter is None else self.drafter.column_token_ids,
+        )
+        num_emitted = [accepted + 1 for accepted in out.num_accepted.tolist()]
+        token_ids = [row[:n] for row, n in zip(out.token_ids.tolist(), num_emitted, strict=True)]
+        finite = torch.isfinite(logits.amax(-1)).tolist()
+        logprobs = self._logprobs(sampled, logits, token_ids)
+        verified, row = [], 0
+        for r, tokens, lps in zip(sampled, token_ids, logprobs, strict=True):
+            num_rows = len(r.draft_token_ids) + 1
+            verified.append(Verified(tokens, lps, not all(finite[row : row + num_rows])))
+            row += num_rows
+        return verified
+
+    def _draft_logits(self, sampled: list[Round], drafts: Drafts | None) -> Tensor | None:
+        """Return draft logits [S, K, Vd] of the sampled sequences for rejection; rows that did not draft are unread."""
+        if not self._keep_draft_logits or drafts is None:
+            return None
+        assert drafts.block.logits is not None, "the drafter kept its logits"
+        index = [0 if r.draft_row is None else r.draft_row for r in sampled]
+        return drafts.block.logits[index]
+
+    def _logprobs(
+        self, sampled: list[Round], logits: Tensor, token_ids: list[list[int]]
+    ) -> list[list[TokenLogprobs] | None]:
+        wanted = [r.scheduled.seq.request.params.logprobs for r in sampled]
+        results: list[list[TokenLogprobs] | None] = [None] * len(sampled)
+        row = 0
+        for s, (r, tokens, num_top) in enumerate(zip(sampled, token_ids, wanted, strict=True)):
+            if num_top is not None:
+                results[s] = _token_logprobs(logits[row : row + len(tokens)], tokens, num_top)
+            row += len(r.draft_token_ids) + 1
+        return results
+
+
+def _entry(r: Round) -> PackEntry:
+    seq, num_tokens = r.scheduled.seq, r.scheduled.num_tokens
+    tokens = seq.token_ids[seq.num_computed : seq.num_computed + num_tokens] + r.draft_token_ids
+    num_logits = len(r.draft_token_ids) + 1 if r.scheduled.samples else 0
+    return PackEntry(tokens, seq.num_computed, seq.block_table, num_logits)
+
+
+def _padded_drafts(sampled: list[Round], device: torch.device) -> Tensor:
+    """Return [S, max drafts] int64 target-vocabulary ids, -1 where there is none."""
+    width = max(len(r.draft_token_ids) for r in sampled)
+    padded = np.full((len(sampled), width), -1, dtype=np.int64)
+    for row, r in zip(padded, sampled, strict=True):
+        row[: len(r.draft_token_ids)] = r.draft_token_ids
+    return torch.from_numpy(padded).to(device)
+
+
+def _verify_metadata(sampled: list[Round], device: torch.device) -> VerifyMetadata:
+    num_drafts = [len(r.draft_token_ids) for r in sampled]
+    cu_rows = np.zeros(len(sampled) + 1, dtype=np.int64)
+    np.cumsum(np.array(num_drafts) + 1, out=cu_rows[1:])
+    return VerifyMetadata(torch.from_numpy(cu_rows).to(device), num_drafts)
+
+
+def _token_logprobs(logits: Tensor, token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
+    """Return log-probabilities of emitted tokens under raw logits [n, V]."""
+    ids = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
+    out = row_logprobs(logits, ids, num_top)
+    top_ids, top_logprobs = out.top_token_ids.tolist(), out.top_logprobs.tolist()
+    return [
+        TokenLogprobs(
+            Logprob(token_id, logprob, rank),
+            tuple(Logprob(t, lp, i + 1) for i, (t, lp) in enumerate(zip(ids_row, lps_row, strict=True))),
+        )
+        for token_id, logprob, rank, ids_row, lps_row in zip(
+            token_ids, out.logprobs.tolist(), out.ranks.tolist(), top_ids, top_logprobs, strict=True
+        )
+    ]

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which sequences run in a step, with how many tokens and which KV blocks. Host only, knows no tensor."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from adaflash.cache.block_manager import BlockManager
+from adaflash.engine.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class DraftLimits:
+    """What the drafter and the policy allow.
+
+    Attributes:
+        draft_block_size: W; a drafting sequence reserves so many slots from its anchor on.
+        max_drafts: Most drafts to verify, <= W - 1.
+        max_position_embeddings: A draft block must end at or before this position.
+    """
+
+    draft_block_size: int
+    max_drafts: int
+    max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class ScheduledSequence:
+    """A sequence's share of one step.
+
+    Attributes:
+        seq: The sequence.
+        num_tokens: Committed tokens to compute: a prefill chunk, or 1 for the anchor.
+        max_drafts: Most drafts it may verify; > 0 means W lookahead slots are reserved and it drafts.
+    """
+
+    seq: Sequence
+    num_tokens: int
+    max_drafts: int = 0
+
+    @property
+    def samples(self) -> bool:
+        """Whether the chunk reaches the last token, so that the step decides the next one."""
+        return self.num_tokens == self.seq.num_uncomputed
+
+
+@dataclass
+class Schedule:
+    """One step's work.
+
+    Attributes:
+        scheduled: Decoding sequences first, then prefill chunks.
+        copy_pairs: KV blocks to copy, `(source, destination)`, before anything is written.
+        preempted: Sequences that gave up their KV and wait again.
+    """
+
+    scheduled: list[ScheduledSequence] = field(default_factory=list)
+    copy_pairs: list[tuple[int, int]] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+
+
+class Scheduler:
+    """First come, first served, with chunked prefill beside decoding and preemption by recompute.
+
+    Every decoding sequence gets the slot of its anchor first, at the price of preempting the youngest; lookahead slots
+    for drafts come from what is left, so speculation never preempts what plain decoding would not.
+
+    Args:
+        blocks: The KV pool.
+        max_num_seqs: Most sequences in one step.
+        max_num_batched_tokens: Most tokens in one target forward, drafts included; >= max_num_seqs.
+        limits: None switches drafting off.
+    """
+
+    def __init__(
+        self, blocks: BlockManager, max_num_seqs: int, max_num_batched_tokens: int, limits: DraftLimits | None
+    ) -> None:
+        assert max_num_batched_tokens >= max_num_seqs, "every running sequence must fit into one step"
+        self.blocks = blocks
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.limits = limits
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence waits or runs."""
+        return bool(self.waiting or self.running)
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a new sequence."""
+        self.waiting.append(seq)
+
+    def fork(self, parent: Sequence, children: Iterable[Sequence]) -> None:
+        """Start further samples of a prompt whose prefill just ended: they share its blocks and run its last token.
+
+        Children beyond `max_num_seqs` wait at the front of the queue and find the prompt in the prefix cache.
+        """
+        assert parent.num_computed == parent.num_prompt_tokens, "the parent's prefill just ended"
+        late = []
+        for child in children:
+            if len(self.running) >= self.max_num_seqs:
+                late.append(child)
+                continue
+            child.block_table = list(parent.block_table)
+            self.blocks.share(child.block_table)
+            child.num_computed = parent.num_prompt_tokens - 1
+            child.has_drafter_kv = parent.has_drafter_kv
+            child.num_registered, child.last_uid = parent.num_registered, parent.last_uid
+            self.running.append(child)
+        self.waiting.extendleft(reversed(late))
+
+    def remove(self, seq: Sequence) -> None:
+        """Take a finished or aborted sequence out and free its blocks."""
+        if seq in self.running:
+            self.running.remove(seq)
+        elif seq in self.waiting:
+            self.waiting.remove(seq)
+        self._release(seq)
+
+    def schedule(self) -> Schedule:
+        """Plan one step: decode, then running prefills, then admissions."""
+        plan = Schedule()
+        decoding = self._reserve_anchors(plan)
+        budget = self._schedule_decodes(decoding, plan)
+        budget = self._continue_prefills(plan, budget)
+        if not plan.preempted:
+            self._admit(plan, budget)
+        return plan
+
+    def commit(self, seq: Sequence, num_new: int, wrote_drafter_kv: bool) -> None:
+        """Count `num_new` more tokens as computed, cache full blocks, and free the slots beyond.
+
+        Args:
+            seq: A sequence of the last schedule; its committed tokens are already appended.
+            num_new: Rows of the step whose tokens are committed.
+            wrote_drafter_kv: Whether the drafter's KV was written for the same rows.
+        """
+        seq.num_computed += num_new
+        seq.has_drafter_kv = seq.has_drafter_kv and wrote_drafter_kv
+        self._register(seq)
+        if seq.is_decoding:
+            self._trim(seq, self.blocks.num_blocks_for(seq.num_computed))
+
+    # ---- parts of schedule() ---------------------------------------------------------------------------------
+
+    def _reserve_anchors(self, plan: Schedule) -> list[Sequence]:
+        decoding: list[Sequence] = []
+        i = 0
+        while i < len(self.running):
+            seq = self.running[i]
+            if seq.is_decoding and not self._reserve_or_preempt(seq, plan):
+                break
+            if seq.is_decoding:
+                decoding.append(seq)
+            i += 1
+        return decoding
+
+    def _reserve_or_preempt(self, seq: Sequence, plan: Schedule) -> bool:
+        while not self._reserve(seq, seq.num_computed + 1, plan):
+            victim = self.running[-1]
+            self._preempt(victim, plan)
+            if victim is seq:
+                return False
+        return True
+
+    def _schedule_decodes(self, decoding: list[Sequence], plan: Schedule) -> int:
+        budget = self.max_num_batched_tokens - len(decoding)
+        for seq in decoding:
+            drafts = min(self._max_drafts(seq), budget)
+            assert self.limits is not None or drafts == 0, "no drafts without limits"
+            if self.limits is not None and drafts > 0:
+                end = seq.num_computed + self.limits.draft_block_size
+                drafts = drafts if self._reserve(seq, end, plan) else 0
+            budget -= drafts
+            plan.scheduled.append(ScheduledSequence(seq, 1, drafts))
+        return budget
+
+    def _continue_prefills(self, plan: Schedule, budget: int) -> int:
+        for seq in [s for s in self.running if not s.is_decoding]:
+            num_tokens = min(seq.num_uncomputed, budget)
+            if num_tokens == 0:
+                break
+            if not self._reserve(seq, seq.num_computed + num_tokens, plan):
+                self._preempt(seq, plan)
+                continue
+            budget -= num_tokens
+            plan.scheduled.append(ScheduledSequence(seq, num_tokens))
+        return budget
+
+    def _admit(self, plan: Schedule, budget: int) -> None:
+        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+            seq = self.waiting[0]
+            if not self._start(seq, plan):
+                break
+            self.waiting.popleft()
+            self.running.append(seq)
+            num_tokens = min(seq.num_uncomputed, budget)
+            budget -= num_tokens
+            plan.scheduled.append(ScheduledSequence(seq, num_tokens))
+
+    def _start(self, seq: Sequence, plan: Schedule) -> bool:
+        """Give `seq` blocks for all its tokens, from the prefix cache where possible; False when there are too few."""
+        matched, uid = self.blocks.match_prefix(seq.token_ids, need_drafter_kv=self.limits is not None)
+        needed = self.blocks.num_blocks_for(len(seq.token_ids))
+        seq.has_drafter_kv = all(self.blocks.has_drafter_kv(block) for block in matched)
+        seq.block_table = list(matched)
+        self.blocks.share(matched)
+        # Each running sequence may need a block soon: admitting into the last ones would only preempt again.
+        fits = self.blocks.num_free >= needed - len(matched) + len(self.running)
+        fresh = self.blocks.allocate(needed - len(matched), after=matched[-1] if matched else None) if fits else None
+        if fresh is None:
+            self._release(seq)
+            return False
+        seq.block_table += fresh
+        seq.num_registered, seq.last_uid = len(matched), uid
+        seq.num_computed = len(matched) * self.blocks.block_size
+        if seq.num_computed == len(seq.token_ids) and not self._reopen_last_block(seq, plan):
+            self._release(seq)
+            return False
+        if seq.num_preemptions == 0:
+            seq.num_cached_tokens = seq.num_computed
+        return True
+
+    def _reopen_last_block(self, seq: Sequence, plan: Schedule) -> bool:
+        """Make the last token of a fully cached prompt computable: its logits are needed, its block is shared."""
+        pairs = self.blocks.make_writable(seq.block_table, len(seq.block_table) - 1)
+        if pairs is not None:
+            plan.copy_pairs += pairs
+            seq.num_computed -= 1
+            return True
+        # No block for a copy: give the cached one back and recompute its tokens, in that very block if need be.
+        self.blocks.release([seq.block_table.pop()])
+        fresh = self.blocks.allocate(1)
+        if fresh is None:
+            return False
+        seq.block_table += fresh
+        seq.num_registered -= 1
+        seq.num_computed -= self.blocks.block_size
+        kept = seq.token_ids[: seq.num_computed]
+        seq.last_uid = self.blocks.match_prefix(kept, need_drafter_kv=False).last_uid
+        return True
+
+    # ---- blocks ----------------------------------------------------------------------------------------------
+
+    def _max_drafts(self, seq: Sequence) -> int:
+        if self.limits is None or not seq.has_drafter_kv:
+            return 0
+        if seq.num_computed + self.limits.draft_block_size > self.limits.max_position_embeddings:
+            return 0
+        return max(0, min(self.limits.max_drafts, seq.max_output_tokens - seq.num_output_tokens - 1))
+
+    def _reserve(self, seq: Sequence, num_tokens: int, plan: Schedule) -> bool:
+        """Make slots [num_computed, num_tokens) exist and be exclusively `seq`'s; False (nothing kept) if it can't."""
+        pairs = self.blocks.make_writable(seq.block_table, seq.num_computed // self.blocks.block_size)
+        if pairs is None:
+            return False
+        plan.copy_pairs += pairs
+        missing = self.blocks.num_blocks_for(num_tokens) - len(seq.block_table)
+        if missing > 0:
+            fresh = self.blocks.allocate(missing, after=seq.block_table[-1] if seq.block_table else None)
+            if fresh is None:
+                return False
+            seq.block_table += fresh
+        return True
+
+    def _register(self, seq: Sequence) -> None:
+        block_size = self.blocks.block_size
+        while (seq.num_registered + 1) * block_size <= seq.num_computed:
+            start = seq.num_registered * block_size
+            tokens = tuple(seq.token_ids[start : start + block_size])
+            block = seq.block_table[seq.num_registered]
+            seq.last_uid = self.blocks.register(block, seq.last_uid, tokens, seq.has_drafter_kv)
+            seq.num_registered += 1
+
+    def _trim(self, seq: Sequence, num_blocks: int) -> None:
+        if len(seq.block_table) > num_blocks:
+            self.blocks.release(seq.block_table[num_blocks:])
+            del seq.block_table[num_blocks:]
+
+    def _release(self, seq: Sequence) -> None:
+        self.blocks.release(seq.block_table)
+        seq.block_table = []
+        seq.num_computed = 0
+        seq.num_registered, seq.last_uid = 0, 0
+        seq.has_drafter_kv = True
+
+    def _preempt(self, seq: Sequence, plan: Schedule) -> None:
+        self.running.remove(seq)
+        lost = set(seq.block_table)
+        plan.copy_pairs = [pair for pair in plan.copy_pairs if pair[1] not in lost]
+        self._release(seq)
+        seq.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(seq)
+        plan.preempted.append(seq)
