@@ -105,3 +105,8 @@ class JsonConfig:
         if not isinstance(value, dict):
             raise self.error(key, "an object")
         return JsonConfig(self.path, value, f"{self._section}.{key}" if self._section else key)
+
+    def sections(self) -> list[JsonConfig]:
+        """Return every nested object that is not empty."""
+        found = [self.section(key) for key, value in self._values.items() if isinstance(value, dict)]
+        return [section for section in found if section is not None]

@@ -24,6 +24,14 @@ def _parameter(shape: tuple[int, ...], backend: Backend, dtype: torch.dtype) -> 
 class Linear(nn.Module):
     """x -> x @ weight.T + bias; after `pack`, the backend's own form of it.
 
+    Args:
+        in_features: Input features.
+        out_features: Output features.
+        bias: Whether there is a bias.
+        backend: Where the weights live.
+        dtype: Of the weights.
+        tied_weight: Another module's weight [out_features, in_features] to share, instead of an own one.
+
     Attributes:
         weight: [out_features, in_features]; gone after `pack`.
         bias: [out_features] or None; gone after `pack`.
@@ -32,9 +40,18 @@ class Linear(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, backend: Backend, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        backend: Backend,
+        dtype: torch.dtype,
+        tied_weight: nn.Parameter | None = None,
+    ) -> None:
         super().__init__()
-        self.weight = _parameter((out_features, in_features), backend, dtype)
+        shape = (out_features, in_features)
+        self.weight = _parameter(shape, backend, dtype) if tied_weight is None else tied_weight
         self.bias = _parameter((out_features,), backend, dtype) if bias else None
         self._packed: LinearFn | None = None
 
