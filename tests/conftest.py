@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builders of tiny random models, shared by all tests; the transformers model they return is the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from tests.tiny_drafters import TinyDrafterBuilder, write_tiny_drafter
+
+_TINY_CONFIG: dict[str, object] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+class TinyModelBuilder(Protocol):
+    """Saves a random model to `directory` and returns the transformers model (fp32, eval, eager attention).
+
+    `config` overrides keys of the tiny config, `logit_scale` multiplies the LM head so that near ties are rare,
+    `max_shard_size` (e.g. `20KB`) shards the files, and `dtype` is what is saved and returned.
+    """
+
+    def __call__(
+        self,
+        directory: Path,
+        config: Mapping[str, object] | None = None,
+        logit_scale: float = 1.0,
+        max_shard_size: str = "5GB",
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> PreTrainedModel: ...
+
+
+def _randomise(model: PreTrainedModel, logit_scale: float, seed: int) -> None:
+    """Weights of a scale at which attention and MLP matter; biases and norms are random too."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if name.endswith("norm.weight"):
+            parameter.data.copy_(1 + 0.2 * noise)
+        elif parameter.dim() == 1 or "embed_tokens" in name:
+            parameter.data.copy_(noise * 0.5)
+        else:
+            parameter.data.copy_(noise * 1.5 / parameter.shape[1] ** 0.5)
+    model.get_output_embeddings().weight.data.mul_(logit_scale)
+
+
+def _builder(config_class: type[PreTrainedConfig], model_class: type[PreTrainedModel]) -> TinyModelBuilder:
+    def build(
+        directory: Path,
+        config: Mapping[str, object] | None = None,
+        logit_scale: float = 1.0,
+        max_shard_size: str = "5GB",
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> PreTrainedModel:
+        hf_config = config_class(**(_TINY_CONFIG | dict(config or {})))
+        hf_config._attn_implementation = "eager"
+        model = model_class(hf_config).eval().requires_grad_(False)
+        _randomise(model, logit_scale, seed)
+        model = model.to(dtype)
+        model.save_pretrained(directory, max_shard_size=max_shard_size)
+        return model
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def tiny_llama() -> TinyModelBuilder:
+    return _builder(LlamaConfig, LlamaForCausalLM)
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3() -> TinyModelBuilder:
+    return _builder(Qwen3Config, Qwen3ForCausalLM)
+
+
+@pytest.fixture(scope="session")
+def tiny_drafter() -> TinyDrafterBuilder:
+    return write_tiny_drafter
