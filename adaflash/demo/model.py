@@ -98,9 +98,8 @@ def find_demo_gguf() -> Path:
 def _rebuild(source: Path, directory: Path, damage: str, progress: Progress | None) -> None:
     """Convert into a temporary folder and rename it over `directory`; the caller holds the lock."""
     prefix = directory.name + ".tmp-"
-    for leftover in directory.parent.glob(
-        prefix + "*"
-    ):  # Of a conversion that was killed: only the lock holder makes them.
+    # Leftovers of a conversion that was killed: only the lock's holder makes them.
+    for leftover in directory.parent.glob(prefix + "*"):
         shutil.rmtree(leftover)
     free = shutil.disk_usage(directory.parent).free
     if free < _MIN_FREE_BYTES:
