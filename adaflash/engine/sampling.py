@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -11,14 +13,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from adaflash.engine.bias_table import BiasTable, IntArray
 from adaflash.engine.penalty_state import PenaltyState
 from adaflash.ops.metadata import PenaltyMetadata, SamplingMetadata, SparseBias
 from adaflash.request import SamplingParams
 
 MIN_TEMPERATURE = 1e-5  # below it a request is greedy: logits / temperature would leave the range of fp32
-
-IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float32]
 
 _CONSTANTS = np.dtype(
     [
@@ -48,19 +48,6 @@ class RowSpec(NamedTuple):
     draft_prefix: list[int]
 
 
-class _SeqBias(NamedTuple):
-    """Additive bias of one sequence: `logit_bias` always, -inf on the stop ids while output_index < min_tokens."""
-
-    token_ids: IntArray  # logit_bias ids, then banned ids
-    values: FloatArray
-    num_always: int
-    min_tokens: int
-
-    def num_active(self, output_index: int) -> int:
-        """Return how many leading entries apply to the token at `output_index`."""
-        return len(self.token_ids) if output_index < self.min_tokens else self.num_always
-
-
 class SamplingBuilder:
     """Per-sequence sampling constants in arrays, gathered into the rows of a step.
 
@@ -73,7 +60,7 @@ class SamplingBuilder:
         self._constants = np.zeros(8, dtype=_CONSTANTS)
         self._seats: dict[int, int] = {}
         self._free_seats = list(range(7, -1, -1))
-        self._biases: dict[int, _SeqBias] = {}
+        self._biases = BiasTable()
         self._penalties = PenaltyState(vocab_size, self._device)
         self._num_sampled = 0
         self._greedy_cache: dict[int, SamplingMetadata] = {}
@@ -122,9 +109,7 @@ class SamplingBuilder:
             params.frequency_penalty,
         )
         self._num_sampled += temperature > 0
-        bias = _sequence_bias(params, eos_ids)
-        if bias is not None:
-            self._biases[seq_key] = bias
+        self._biases.add(seat, params, eos_ids)
 
     def commit(self, seq_key: int, new_token_ids: Sequence[int]) -> None:
         """Count tokens that became part of the sequence's output."""
@@ -135,7 +120,7 @@ class SamplingBuilder:
         seat = self._seats.pop(seq_key)
         self._num_sampled -= bool(self._constants["temperature"][seat] > 0)
         self._free_seats.append(seat)
-        self._biases.pop(seq_key, None)
+        self._biases.remove(seat)
         self._penalties.release(seq_key)
 
     # ---- rows ------------------------------------------------------------------------------------------------
@@ -144,10 +129,10 @@ class SamplingBuilder:
         """Return the metadata of target rows, in the given order."""
         if self._is_plain:
             return self._greedy(len(rows))
-        seq_keys = [row.seq_key for row in rows]
+        seats = self._seats_of([row.seq_key for row in rows])
         output_index = np.array([row.output_index for row in rows], dtype=np.int64)
-        prefixes = [row.draft_prefix for row in rows] if self._penalties else None
-        return self._assemble(seq_keys, output_index, prefixes, self._bias(seq_keys, output_index), None)
+        prefix = _pad([row.draft_prefix for row in rows]) if self._penalties else None
+        return self._assemble(seats, output_index, prefix)
 
     def verify_rows(
         self,
@@ -156,7 +141,7 @@ class SamplingBuilder:
         num_drafts: Sequence[int],
         draft_token_ids: Sequence[Sequence[int]],
     ) -> SamplingMetadata:
-        """Return the metadata of one anchor row and `num_drafts[s]` draft rows per sequence, in `VerifyMetadata` order.
+        """Return the metadata of one anchor row and `num_drafts[s]` draft rows per sequence, as in `VerifyMetadata`.
 
         Args:
             seq_keys: [S] sequences.
@@ -168,15 +153,14 @@ class SamplingBuilder:
         num_rows = int(counts.sum())
         if self._is_plain:
             return self._greedy(num_rows)
-        starts = np.cumsum(counts) - counts
-        offset = np.arange(num_rows, dtype=np.int64) - np.repeat(starts, counts)
+        offset = np.arange(num_rows) - np.repeat(np.cumsum(counts) - counts, counts)
         output_index = np.repeat(np.asarray(output_indexes, dtype=np.int64), counts) + offset
-        row_keys = [key for key, count in zip(seq_keys, counts.tolist(), strict=True) for _ in range(count)]
-        prefixes = None
+        prefix = None
         if self._penalties:
-            tokens = [list(row) for row in draft_token_ids]
-            prefixes = [tokens[s][:k] for s, count in enumerate(counts.tolist()) for k in range(count)]
-        return self._assemble(row_keys, output_index, prefixes, self._bias(row_keys, output_index), None)
+            drafts = _pad(draft_token_ids)  # [S, K']
+            prefix = np.repeat(drafts, counts, axis=0)
+            prefix[np.arange(drafts.shape[1]) >= offset[:, None]] = -1
+        return self._assemble(np.repeat(self._seats_of(seq_keys), counts), output_index, prefix)
 
     def draft_rows(
         self,
@@ -198,15 +182,12 @@ class SamplingBuilder:
             banned_token_id: Target id no draft may be (the drafter's mask id), or None.
         """
         num_rows = len(seq_keys) * num_drafts
-        ban = self._ban(num_rows, banned_token_id)
+        ban = None if banned_token_id is None else self._ban(num_rows, banned_token_id)
         if self._is_plain:
-            greedy = self._greedy(num_rows)
-            return greedy if ban is None and column_token_ids is None else _with_bias(greedy, ban, column_token_ids)
-        steps = np.arange(num_drafts, dtype=np.int64)
-        output_index = (np.asarray(output_indexes, dtype=np.int64)[:, None] + steps).reshape(-1)
-        row_keys = [key for key in seq_keys for _ in range(num_drafts)]
-        bias = _join(self._bias(row_keys, output_index), ban)
-        return self._assemble(row_keys, output_index, None, bias, column_token_ids)
+            return replace(self._greedy(num_rows), bias=ban, column_token_ids=column_token_ids)
+        output_index = np.add.outer(np.asarray(output_indexes, dtype=np.int64), np.arange(num_drafts)).reshape(-1)
+        rows = self._assemble(np.repeat(self._seats_of(seq_keys), num_drafts), output_index, None)
+        return replace(rows, bias=_join(rows.bias, ban), column_token_ids=column_token_ids)
 
     @property
     def _is_plain(self) -> bool:
@@ -219,17 +200,13 @@ class SamplingBuilder:
             cached = self._greedy_cache[num_rows] = SamplingMetadata.greedy(num_rows, self._device)
         return cached
 
-    def _assemble(
-        self,
-        row_keys: Sequence[int],
-        output_index: IntArray,
-        prefixes: list[list[int]] | None,
-        bias: SparseBias | None,
-        column_token_ids: Tensor | None,
-    ) -> SamplingMetadata:
-        seats = np.fromiter(map(self._seats.__getitem__, row_keys), dtype=np.int64, count=len(row_keys))
+    def _seats_of(self, seq_keys: Sequence[int]) -> IntArray:
+        return np.fromiter(map(self._seats.__getitem__, seq_keys), dtype=np.int64, count=len(seq_keys))
+
+    def _assemble(self, seats: IntArray, output_index: IntArray, draft_prefix: IntArray | None) -> SamplingMetadata:
         rows = self._constants[seats]  # [R] records
         sampled = rows["temperature"] > 0
+        bias = self._biases.rows(seats, output_index)
         return SamplingMetadata(
             all_greedy=not sampled.any(),
             temperature=self._tensor(rows["temperature"]),
@@ -239,85 +216,46 @@ class SamplingBuilder:
             seed=self._tensor(rows["seed"]),
             sample_index=self._tensor(rows["sample_index"]),
             output_index=self._tensor(output_index),
-            penalties=self._penalty_rows(rows, prefixes) if (rows["penalty_slot"] >= 0).any() else None,
-            bias=bias,
-            column_token_ids=column_token_ids,
+            penalties=self._penalty_rows(rows, draft_prefix) if (rows["penalty_slot"] >= 0).any() else None,
+            bias=None if bias is None else SparseBias(*(self._tensor(array) for array in bias)),
         )
 
-    def _penalty_rows(self, rows: npt.NDArray[np.void], prefixes: list[list[int]] | None) -> PenaltyMetadata:
-        width = max(map(len, prefixes), default=0) if prefixes is not None else 0
-        prefix = np.full((len(rows), max(width, 1)), -1, dtype=np.int64)
-        if prefixes is not None and width:
-            for row in np.flatnonzero(rows["penalty_slot"] >= 0).tolist():
-                prefix[row, : len(prefixes[row])] = prefixes[row]
+    def _penalty_rows(self, rows: npt.NDArray[np.void], draft_prefix: IntArray | None) -> PenaltyMetadata:
+        if draft_prefix is None or not draft_prefix.shape[1]:
+            draft_prefix = np.full((len(rows), 1), -1, dtype=np.int64)
         return PenaltyMetadata(
             slot=self._tensor(rows["penalty_slot"]),
             output_counts=self._penalties.output_counts,
             prompt_mask=self._penalties.prompt_mask,
-            draft_prefix=self._tensor(prefix),
+            draft_prefix=self._tensor(draft_prefix),
             repetition=self._tensor(rows["repetition"]),
             presence=self._tensor(rows["presence"]),
             frequency=self._tensor(rows["frequency"]),
         )
 
-    def _bias(self, row_keys: Sequence[int], output_index: IntArray) -> SparseBias | None:
-        if not self._biases:
-            return None
-        found: list[tuple[int, _SeqBias, int]] = []
-        for row, (key, index) in enumerate(zip(row_keys, output_index.tolist(), strict=True)):
-            bias = self._biases.get(key)
-            if bias is not None and (count := bias.num_active(index)):
-                found.append((row, bias, count))
-        if not found:
-            return None
-        counts = [count for _, _, count in found]
-        row_ids = np.repeat(np.array([row for row, _, _ in found], dtype=np.int64), counts)
-        token_ids = np.concatenate([bias.token_ids[:count] for _, bias, count in found])
-        values = np.concatenate([bias.values[:count] for _, bias, count in found])
-        return SparseBias(self._tensor(row_ids), self._tensor(token_ids), self._tensor(values))
-
-    def _ban(self, num_rows: int, token_id: int | None) -> SparseBias | None:
+    def _ban(self, num_rows: int, token_id: int) -> SparseBias:
         """Return -inf on `token_id` in every row."""
-        if token_id is None:
-            return None
         cached = self._ban_cache.get((num_rows, token_id))
         if cached is None:
             rows = torch.arange(num_rows, device=self._device)
             values = torch.full((num_rows,), float("-inf"), device=self._device)
-            cached = SparseBias(rows, torch.full_like(rows, token_id), values)
-            self._ban_cache[num_rows, token_id] = cached
+            cached = self._ban_cache[num_rows, token_id] = SparseBias(rows, torch.full_like(rows, token_id), values)
         return cached
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
 
 
-def _sequence_bias(params: SamplingParams, eos_ids: Sequence[int]) -> _SeqBias | None:
-    always = params.logit_bias or {}
-    stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)} if params.min_tokens else set()
-    if not always and not stop_ids:
-        return None
-    token_ids = np.array([*always, *sorted(stop_ids)], dtype=np.int64)
-    values = np.array([*always.values(), *[-np.inf] * len(stop_ids)], dtype=np.float32)
-    return _SeqBias(token_ids, values, len(always), params.min_tokens)
+def _pad(lists: Sequence[Sequence[int]]) -> IntArray:
+    """Return the lists as rows of one matrix, filled up with -1."""
+    lengths = np.fromiter(map(len, lists), dtype=np.int64, count=len(lists))
+    padded = np.full((len(lists), int(lengths.max(initial=0))), -1, dtype=np.int64)
+    inside = np.arange(padded.shape[1]) < lengths[:, None]
+    padded[inside] = np.fromiter(chain.from_iterable(lists), dtype=np.int64, count=int(lengths.sum()))
+    return padded
 
 
 def _join(first: SparseBias | None, second: SparseBias | None) -> SparseBias | None:
     if first is None or second is None:
         return first or second
     return SparseBias(*(torch.cat(pair) for pair in zip(first, second, strict=True)))
-
-
-def _with_bias(greedy: SamplingMetadata, bias: SparseBias | None, column_token_ids: Tensor | None) -> SamplingMetadata:
-    return SamplingMetadata(
-        True,
-        greedy.temperature,
-        None,
-        None,
-        None,
-        greedy.seed,
-        greedy.sample_index,
-        greedy.output_index,
-        bias=bias,
-        column_token_ids=column_token_ids,
-    )
