@@ -13,7 +13,19 @@ from adaflash.request import ChatMessage
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Return whether any tokenizer file lies in `directory`."""
+    return any((directory / name).is_file() for name in _FILES)
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Return whether a model directory brings files of a tokenizer."""
+    return any((directory / name).is_file() for name in _TOKENIZER_FILES)
 
 
 class Tokenizer:
@@ -33,9 +45,8 @@ class Tokenizer:
         self.directory = Path(directory)
         if not self.directory.is_dir():
             raise CheckpointError(f"tokenizer directory {str(directory)!r} does not exist")
-        names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-        if not any((self.directory / name).is_file() for name in names):
-            raise CheckpointError(f"{directory} holds no tokenizer: none of {', '.join(names)} is there")
+        if not has_tokenizer(self.directory):
+            raise CheckpointError(f"{directory} holds no tokenizer: none of {', '.join(_FILES)} is there")
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(str(self.directory), local_files_only=True)
         except (OSError, ValueError, KeyError, ImportError, json.JSONDecodeError) as error:
