@@ -14,18 +14,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def has_tokenizer(directory: Path) -> bool:
     """Return whether any tokenizer file lies in `directory`."""
     return any((directory / name).is_file() for name in _FILES)
-
-
-def has_tokenizer(directory: Path) -> bool:
-    """Return whether a model directory brings files of a tokenizer."""
-    return any((directory / name).is_file() for name in _TOKENIZER_FILES)
 
 
 class Tokenizer:
