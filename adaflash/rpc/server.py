@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gRPC server: binds, authenticates, reports health, and drains; knows nothing of processes and signals."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry
+
+from adaflash.config import ServerConfig
+from adaflash.engine.base import EngineClient
+from adaflash.errors import ConfigError
+from adaflash.rpc.interceptors import ApiKeyInterceptor, BoundaryInterceptor
+from adaflash.rpc.metrics import EngineCollector, MetricsEndpoint, RpcMetrics
+from adaflash.rpc.pb import generate_pb2_grpc
+from adaflash.rpc.service import SERVICE_NAME, GenerationService
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
+# Time the last messages of drained streams get to reach their clients.
+FLUSH_TIMEOUT_S = 2.0
+
+
+class GrpcServer:
+    """Serves one engine; `start`, then `drain` or `stop`.
+
+    How many requests run and wait is the engine's to bound (CapacityError); grpc's own limit on calls is not used, for
+    it counts health checks and gives no retry hint.
+
+    Args:
+        engine: What generates; the server does not close it.
+        config: Where to listen, whom to let in, how much to buffer.
+    """
+
+    def __init__(self, engine: EngineClient, config: ServerConfig) -> None:
+        self._engine = engine
+        self._config = config
+        self._model_name = config.served_model_name or engine.info.model
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in grpc-stubs
+        self._registry = CollectorRegistry()
+        self._registry.register(EngineCollector(engine, self._model_name))
+        self._metrics = RpcMetrics(self._registry, self._model_name)
+        self._metrics_endpoint: MetricsEndpoint | None = None
+        self._server = self._build_server()
+        self.port = 0
+
+    @property
+    def address(self) -> str:
+        """Host and port clients connect to."""
+        return _join_host_port(self._config.host, self.port)
+
+    @property
+    def metrics_address(self) -> str | None:
+        """Host and port of the metrics, None when they are not served."""
+        endpoint = self._metrics_endpoint
+        return None if endpoint is None else _join_host_port(self._config.host, endpoint.port)
+
+    async def start(self) -> None:
+        """Bind and accept calls; health turns SERVING last.
+
+        Raises:
+            ConfigError: The address cannot be bound or the TLS files cannot be used.
+        """
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self.port = self._bind()
+        if self._config.metrics_port is not None:
+            self._metrics_endpoint = MetricsEndpoint(self._registry, self._config.host, self._config.metrics_port)
+        self._warn_when_open()
+        await self._server.start()
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+
+    async def announce_shutdown(self) -> None:
+        """Turn health to NOT_SERVING for good, so that balancers look elsewhere; calls are still accepted."""
+        await self._health.enter_graceful_shutdown()
+
+    async def drain(self) -> bool:
+        """Refuse new requests, let the running ones finish within `shutdown_timeout_s`, then stop.
+
+        Returns:
+            Whether all running requests finished; the others were aborted.
+        """
+        await self.announce_shutdown()
+        deadline = time.monotonic() + self._config.shutdown_timeout_s
+        finished = await self._engine.drain(self._config.shutdown_timeout_s)
+        await self.stop(max(FLUSH_TIMEOUT_S, deadline - time.monotonic()))
+        return finished
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Close the port; calls still open after `grace_s` are cancelled, which aborts their requests."""
+        await self._server.stop(grace_s)
+        if self._metrics_endpoint is not None:
+            self._metrics_endpoint.close()
+            self._metrics_endpoint = None
+
+    def _build_server(self) -> grpc.aio.Server:
+        interceptors: list[grpc.aio.ServerInterceptor] = [BoundaryInterceptor(self._metrics)]  # type: ignore[type-arg]
+        if self._config.api_key is not None:
+            interceptors.append(ApiKeyInterceptor(self._config.api_key))
+        server = grpc.aio.server(interceptors=interceptors, options=_channel_options(self._config))
+        service = GenerationService(self._engine, self._config, self._metrics)
+        generate_pb2_grpc.add_GenerationServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+        return server
+
+    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        for name in (health.OVERALL_HEALTH, SERVICE_NAME):
+            await self._health.set(name, status)
+
+    def _bind(self) -> int:
+        address = _join_host_port(self._config.host, self._config.grpc_port)
+        try:
+            credentials = server_credentials(self._config)
+            if credentials is None:
+                port = self._server.add_insecure_port(address)
+            else:
+                port = self._server.add_secure_port(address, credentials)
+        except (RuntimeError, ValueError) as error:
+            raise ConfigError(f"host={self._config.host!r} grpc_port={self._config.grpc_port}: {error}") from error
+        if port == 0:
+            raise ConfigError(f"{address} cannot be bound, or the TLS files cannot be used")
+        return port
+
+    def _warn_when_open(self) -> None:
+        config = self._config
+        if config.host not in LOOPBACK_HOSTS and config.api_key is None and not config.ssl_cert_required:
+            logger.warning("anybody who reaches host=%s can use this server: set api_key or mTLS", config.host)
+        if config.host not in LOOPBACK_HOSTS and config.api_key is not None and config.ssl_certfile is None:
+            logger.warning("the API key crosses the network unencrypted: set ssl_certfile and ssl_keyfile")
+
+
+def server_credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
+    """Return TLS or mTLS credentials from the config's files, None for plaintext."""
+    if config.ssl_certfile is None or config.ssl_keyfile is None:
+        return None
+    pair = (Path(config.ssl_keyfile).read_bytes(), Path(config.ssl_certfile).read_bytes())
+    authorities = None if config.ssl_ca_certs is None else Path(config.ssl_ca_certs).read_bytes()
+    return grpc.ssl_server_credentials([pair], authorities, config.ssl_cert_required)
+
+
+def _join_host_port(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _channel_options(config: ServerConfig) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", config.max_message_bytes),
+        ("grpc.max_send_message_length", -1),
+        # A second server on the port is an error, not a silent share of its traffic.
+        ("grpc.so_reuseport", 0),
+        # Find clients that vanished without closing; their requests are aborted.
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # Routers ping idle connections every 30 s; the default answers that with GOAWAY.
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ]
