@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from adaflash.errors import ConfigError
 
@@ -113,7 +113,7 @@ class EngineConfig:
     @classmethod
     def from_mapping(cls, values: Mapping[str, object]) -> EngineConfig:
         """Build a config from plain keys; an unknown key is an error that names the nearest known one."""
-        return _build(cls, values)
+        return cls(**_check_keys(values, dataclasses.fields(cls)))
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,7 @@ class ServerConfig:
     Attributes:
         host: Address to bind; off loopback without `api_key` or TLS, a warning is logged.
         grpc_port: Port of the gRPC API; 0 picks a free one.
+        metrics_port: Port of the Prometheus metrics over HTTP; 0 picks a free one, None serves none.
         served_model_name: Name clients see; None is the model directory's name.
         api_key: Bearer token clients must send; None lets everybody in.
         ssl_certfile: PEM certificate; with `ssl_keyfile` switches TLS on.
@@ -131,14 +132,16 @@ class ServerConfig:
         ssl_cert_required: Require and verify a client certificate.
         max_message_bytes: Largest gRPC message accepted.
         max_num_waiting: Requests allowed to wait; one more is refused with RESOURCE_EXHAUSTED.
-        max_stream_buffer_bytes: Undelivered reply bytes a stream may hold before `stream_stall_timeout_s` counts.
-        stream_stall_timeout_s: A client that reads nothing for so long while its buffer is full is cut.
+        max_stream_buffer_bytes: Largest message of a reply stream, and so what a stream holds for a client that does
+            not read; what merged to more meanwhile is split.
+        stream_stall_timeout_s: A client that reads nothing for so long while a message waits is cut.
         shutdown_grace_period_s: After SIGTERM, seconds in which new calls are still accepted.
         shutdown_timeout_s: Seconds running requests get to finish on shutdown.
     """
 
     host: str = "127.0.0.1"
     grpc_port: int = 50051
+    metrics_port: int | None = None
     served_model_name: str | None = None
     api_key: str | None = None
     ssl_certfile: str | None = None
@@ -154,6 +157,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         _require(0 <= self.grpc_port <= 65535, "grpc_port", self.grpc_port, "in [0, 65535]")
+        _require(0 <= (self.metrics_port or 0) <= 65535, "metrics_port", self.metrics_port, "in [0, 65535]")
         for name in ("max_message_bytes", "max_num_waiting", "max_stream_buffer_bytes"):
             _require_min(name, getattr(self, name), 1)
         for name in ("stream_stall_timeout_s", "shutdown_grace_period_s", "shutdown_timeout_s"):
@@ -162,6 +166,8 @@ class ServerConfig:
             raise ConfigError("ssl_certfile and ssl_keyfile go together: one of them is missing")
         if self.ssl_cert_required and self.ssl_ca_certs is None:
             raise ConfigError("ssl_cert_required needs ssl_ca_certs: the authorities that sign client certificates")
+        if self.ssl_ca_certs is not None and not (self.ssl_certfile and self.ssl_cert_required):
+            raise ConfigError("ssl_ca_certs has no effect without ssl_certfile, ssl_keyfile and ssl_cert_required")
         for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
@@ -170,15 +176,15 @@ class ServerConfig:
     @classmethod
     def from_mapping(cls, values: Mapping[str, object]) -> ServerConfig:
         """Build a config from plain keys; an unknown key is an error that names the nearest known one."""
-        return _build(cls, values)
+        return cls(**_check_keys(values, dataclasses.fields(cls)))
 
 
-def _build(cls, values):  # type: ignore[no-untyped-def]
-    known = [field.name for field in dataclasses.fields(cls)]
+def _check_keys(values: Mapping[str, object], fields: tuple[dataclasses.Field[object], ...]) -> dict[str, Any]:
+    known = [field.name for field in fields]
     for key in values:
         if key not in known:
             raise ConfigError(f"unknown setting {key!r}{suggest(key, known)}")
-    return cls(**values)
+    return dict(values)
 
 
 def environment_overrides(field_names: Iterable[str], environ: Mapping[str, str] | None = None) -> dict[str, str]:

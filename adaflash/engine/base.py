@@ -19,7 +19,9 @@ class EngineClient(Protocol):
     def stats(self) -> EngineStats:
         """Return the current gauges and counters."""
 
-    def generate(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> AsyncIterator[RequestOutput]:
+    def generate(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
         """Start a request and iterate over its deltas; the last one has `finished` set and the final usage.
 
         Deltas a slow reader has not taken yet are merged into one, so a stream never holds more than its own output.

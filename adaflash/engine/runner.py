@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from adaflash.cache.kv_cache import KVCache
-from adaflash.engine.sampling import RowSpec, SamplingBuilder
+from adaflash.engine.sampling import SamplingBuilder
 from adaflash.engine.scheduler import ScheduledSequence
 from adaflash.models.base import TargetModel
 from adaflash.ops.backend import Backend
@@ -165,17 +165,20 @@ class Runner:
         return self.target.compute_logits(out.hidden[batch.logits_indices])
 
     def _decide(self, sampled: list[Round], logits: Tensor, drafts: Drafts | None) -> list[Verified]:
-        specs = [
-            RowSpec(r.scheduled.seq.key, r.scheduled.seq.num_output_tokens + k, r.draft_token_ids[:k])
-            for r in sampled
-            for k in range(len(r.draft_token_ids) + 1)
-        ]
+        seqs = [r.scheduled.seq for r in sampled]
+        num_drafts = [len(r.draft_token_ids) for r in sampled]
+        rows = self.sampling.verify_rows(
+            [seq.key for seq in seqs],
+            [seq.num_output_tokens for seq in seqs],
+            num_drafts,
+            [r.draft_token_ids for r in sampled],
+        )
         out = self.backend.verify_drafts(
             logits,
             _padded_drafts(sampled, logits.device),
             self._draft_logits(sampled, drafts),
-            _verify_metadata(sampled, logits.device),
-            self.sampling.rows(specs),
+            _verify_metadata(num_drafts, logits.device),
+            rows,
             None if self.drafter is None else self.drafter.column_token_ids,
         )
         num_emitted = [accepted + 1 for accepted in out.num_accepted.tolist()]
@@ -226,9 +229,8 @@ def _padded_drafts(sampled: list[Round], device: torch.device) -> Tensor:
     return torch.from_numpy(padded).to(device)
 
 
-def _verify_metadata(sampled: list[Round], device: torch.device) -> VerifyMetadata:
-    num_drafts = [len(r.draft_token_ids) for r in sampled]
-    cu_rows = np.zeros(len(sampled) + 1, dtype=np.int64)
+def _verify_metadata(num_drafts: list[int], device: torch.device) -> VerifyMetadata:
+    cu_rows = np.zeros(len(num_drafts) + 1, dtype=np.int64)
     np.cumsum(np.array(num_drafts) + 1, out=cu_rows[1:])
     return VerifyMetadata(torch.from_numpy(cu_rows).to(device), num_drafts)
 

@@ -50,6 +50,8 @@ class Backend:
 
     name = "reference"
     preferred_block_size = 16
+    # Whether plain PyTorch is the device's own implementation, so that a reference body is no fallback.
+    reference_is_native = False
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
@@ -191,6 +193,16 @@ class Backend:
     def memory_info(self) -> MemoryInfo:
         """Return free and total memory of the device."""
         raise NotImplementedError(f"backend {self.name} does not report memory")
+
+    def default_kv_cache_bytes(self, utilization: float) -> int:
+        """Return the bytes the KV pool may take when nothing explicit is configured.
+
+        Args:
+            utilization: Share of the device's memory the engine may use, in (0, 1].
+        """
+        memory = self.memory_info()
+        used = memory.total_bytes - memory.free_bytes
+        return max(0, int(memory.total_bytes * utilization) - used)
 
     def preferred_dtype(self, checkpoint_dtype: torch.dtype) -> torch.dtype:
         """Return the dtype `--dtype auto` computes in."""

@@ -71,4 +71,5 @@ def _logits_rows(entries: list[PackEntry], cu_seqlens: npt.NDArray[np.int64]) ->
     counts = np.array([entry.num_logits for entry in entries], dtype=np.int64)
     ends = np.cumsum(counts)
     first_rows = cu_seqlens[1:] - counts
-    return np.arange(ends[-1]) + np.repeat(first_rows - (ends - counts), counts)
+    rows: npt.NDArray[np.int64] = np.arange(ends[-1]) + np.repeat(first_rows - (ends - counts), counts)
+    return rows

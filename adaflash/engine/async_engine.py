@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine behind an event loop: one thread steps, every request has its own stream of deltas."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from adaflash.config import EngineConfig
+from adaflash.engine.engine import Engine
+from adaflash.engine.loading import LoadProgress
+from adaflash.engine.output import merge_outputs
+from adaflash.errors import CapacityError, RequestError, UnavailableError
+from adaflash.request import EngineInfo, EngineStats, Prompt, Request, RequestOutput, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class _Stream:
+    """One request's deltas on the event loop; what a slow reader has not taken is merged into one delta."""
+
+    def __init__(self) -> None:
+        self._pending: RequestOutput | None = None
+        self._error: Exception | None = None
+        self._ready = asyncio.Event()
+
+    def put(self, delta: RequestOutput) -> None:
+        self._pending = delta if self._pending is None else merge_outputs(self._pending, delta)
+        self._ready.set()
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self._ready.set()
+
+    async def get(self) -> RequestOutput:
+        """Return everything committed since the last call."""
+        await self._ready.wait()
+        delta, self._pending = self._pending, None
+        if delta is None:
+            assert self._error is not None, "a stream wakes up for a delta or an error"
+            raise self._error
+        if self._error is None:
+            self._ready.clear()
+        return delta
+
+
+class AsyncEngine:
+    """Serves requests concurrently from one event loop; implements `EngineClient`.
+
+    Args:
+        config: What to load; loading blocks the caller.
+        max_num_waiting: Requests beyond `max_num_seqs` that may wait; one more is refused.
+        progress: See `Engine`.
+        engine: A loaded engine to use instead; it belongs to this object from then on.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        max_num_waiting: int = 256,
+        progress: LoadProgress | None = None,
+        engine: Engine | None = None,
+    ) -> None:
+        self._engine = engine or Engine(config, progress)
+        self._max_num_requests = config.max_num_seqs + max_num_waiting
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._streams: dict[str, _Stream] = {}
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._draining = False
+        self._closing = False
+        self._stopped = False
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="adaflash-engine", daemon=True)
+        self._thread.start()
+
+    # ---- the event loop's side -------------------------------------------------------------------------------
+
+    @property
+    def info(self) -> EngineInfo:
+        """What is being served."""
+        return self._engine.info
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the engine takes requests: not draining, closed or failed."""
+        return not (self._draining or self._closing or self._failure)
+
+    def stats(self) -> EngineStats:
+        """Return the current gauges and counters."""
+        return self._engine.stats()
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """See `EngineClient.generate`."""
+        self._check_admission()
+        request = await asyncio.to_thread(self._engine.prepare, prompt, params, request_id)
+        self._check_admission()
+        stream = await self._open(request)
+        finished = False
+        try:
+            while not finished:
+                delta = await stream.get()
+                finished = delta.finished
+                yield delta
+        finally:
+            self._streams.pop(request.request_id, None)
+            if not finished:
+                self._inbox.put(lambda: self._abort_quietly(request.request_id))
+
+    async def abort(self, request_id: str) -> bool:
+        """See `EngineClient.abort`."""
+        return await self._call(lambda: self._abort_now(request_id))
+
+    async def set_verify_policy(self, name: str) -> None:
+        """Switch the verify policy between two steps."""
+        await self._call(lambda: self._engine.set_verify_policy(name))
+
+    async def drain(self, timeout_s: float) -> bool:
+        """See `EngineClient.drain`."""
+        self._draining = True
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while self._streams and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.02)
+        unfinished = list(self._streams)
+        for request_id in unfinished:
+            await self.abort(request_id)
+        return not unfinished
+
+    async def close(self) -> None:
+        """See `EngineClient.close`."""
+        self._closing = True
+        self._inbox.put(lambda: None)
+        await asyncio.to_thread(self._thread.join)
+        self._fail_streams(UnavailableError("the server is shutting down"))
+
+    def _check_admission(self) -> None:
+        if self._failure is not None:
+            raise UnavailableError("the engine has stopped after an internal error") from self._failure
+        if self._draining or self._closing:
+            raise UnavailableError("the server is shutting down")
+        if len(self._streams) >= self._max_num_requests:
+            raise CapacityError(f"{len(self._streams)} requests are running or waiting, the limit is reached")
+
+    async def _open(self, request: Request) -> _Stream:
+        """Submit a request between two steps and register its stream.
+
+        Raises:
+            RequestError: Its id is in use.
+        """
+        self._loop = asyncio.get_running_loop()
+        if request.request_id in self._streams:
+            raise RequestError("request_id", request.request_id, "unique among running requests")
+        stream = self._streams[request.request_id] = _Stream()
+        try:
+            await self._call(lambda: self._engine.submit(request))
+        except BaseException:
+            # A cancellation may come before or after the engine took the request: abort it either way.
+            self._streams.pop(request.request_id, None)
+            self._inbox.put(lambda: self._abort_quietly(request.request_id))
+            raise
+        return stream
+
+    async def _call(self, function: Callable[[], T]) -> T:
+        """Run `function` on the engine's thread between two steps and return its result."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function())
+            except Exception as error:  # noqa: BLE001 - handed to the caller
+                future.set_exception(error)
+
+        self._inbox.put(run)
+        if self._stopped:
+            self._drain_inbox()
+        return await asyncio.wrap_future(future)
+
+    def _deliver(self, deltas: list[RequestOutput]) -> None:
+        for delta in deltas:
+            stream = self._streams.get(delta.request_id)
+            if stream is not None:
+                stream.put(delta)
+
+    def _fail_streams(self, error: Exception) -> None:
+        for stream in self._streams.values():
+            stream.fail(error)
+
+    # ---- the engine thread's side ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._take_commands()
+                deltas = self._engine.step()
+                if deltas:
+                    self._post(lambda deltas=deltas: self._deliver(deltas))  # type: ignore[misc]
+        except Exception as error:
+            logger.exception("engine failed")
+            self._failure = error
+            failure = UnavailableError(f"the engine has stopped after an internal error: {type(error).__name__}")
+            self._post(lambda: self._fail_streams(failure))
+        self._drain_inbox()
+        self._stopped = True
+        # A command put before `_stopped` was visible runs here, a later one in `_call`.
+        self._drain_inbox()
+
+    def _take_commands(self) -> None:
+        if not self._engine.has_unfinished():
+            self._inbox.get()()
+        self._drain_inbox()
+
+    def _drain_inbox(self) -> None:
+        while True:
+            try:
+                command = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            command()
+
+    def _abort_now(self, request_id: str) -> bool:
+        delta = self._engine.abort(request_id)
+        if delta is not None:
+            self._post(lambda: self._deliver([delta]))
+        return delta is not None
+
+    def _abort_quietly(self, request_id: str) -> None:
+        """Abort a request nobody reads any more."""
+        self._engine.abort(request_id)
+
+    def _post(self, callback: Callable[[], None]) -> None:
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(callback)

@@ -1,0 +1,415 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine: requests in, committed tokens out, one `step()` at a time. Synchronous and single-threaded."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from adaflash.cache.block_manager import BlockManager
+from adaflash.config import EngineConfig
+from adaflash.engine.detokenizer import Detokenizer
+from adaflash.engine.loading import LoadedEngine, load_engine, resolve_policy
+from adaflash.engine.output import SampleOutput, merge_outputs, snapshot, usage_of
+from adaflash.engine.runner import Drafts, Round, Verified
+from adaflash.engine.scheduler import DraftLimits, Schedule, ScheduledSequence, Scheduler
+from adaflash.engine.sequence import Sequence
+from adaflash.engine.statistics import EngineCounters
+from adaflash.errors import RequestError
+from adaflash.request import (
+    ChatMessage,
+    EngineInfo,
+    EngineStats,
+    FinishReason,
+    Prompt,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    SpeculationStats,
+    check_prompt,
+)
+from adaflash.speculative.budget import VerifyPolicy
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Sample:
+    """One sample on its way: the scheduler's sequence and the stream of what it committed."""
+
+    seq: Sequence
+    output: SampleOutput
+
+
+@dataclass
+class _RequestState:
+    """A running request.
+
+    Attributes:
+        samples: By sample index.
+        unforked: Samples that start when the first one's prefill ends.
+    """
+
+    request: Request
+    samples: list[_Sample]
+    stats: SpeculationStats
+    unforked: list[Sequence] = field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        return all(sample.output.finished for sample in self.samples)
+
+
+class Engine:
+    """Serves a target model, speculatively when there is a drafter. Not thread-safe; `AsyncEngine` is.
+
+    Args:
+        config: What to load and how to run it.
+        progress: Called with (description, bytes done, bytes in all) while loading.
+        loaded: Models and pools to use instead of loading `config.model`; for tests and tools.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Callable[[str, int, int], None] | None = None,
+        loaded: LoadedEngine | None = None,
+    ) -> None:
+        self.config = config
+        self._loaded = loaded or load_engine(config, progress)
+        self._runner = self._loaded.runner
+        self._blocks = BlockManager(
+            self._loaded.num_kv_blocks, self._loaded.block_size, config.enable_prefix_caching
+        )
+        self._policy = self._make_policy(config.verify_policy)
+        self._scheduler = Scheduler(
+            self._blocks, config.max_num_seqs, config.max_num_batched_tokens, self._draft_limits()
+        )
+        self._counters = EngineCounters(self._draft_width)
+        self._requests: dict[str, _RequestState] = {}
+        self._samples: dict[int, _Sample] = {}
+        self._keys = itertools.count()
+        self._request_numbers = itertools.count()
+
+    # ---- requests --------------------------------------------------------------------------------------------
+
+    def prepare(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> Request:
+        """Tokenize and validate a request without touching the engine's state; safe to call from any thread.
+
+        Raises:
+            RequestError: Names the field, its value and what is allowed.
+        """
+        number = next(self._request_numbers)
+        request_id = request_id or f"request-{number}"
+        token_ids, text = self._tokenize(prompt)
+        params.check_vocabulary(self.info.vocab_size)
+        check_prompt(token_ids, self.info.vocab_size, self._loaded.max_model_len)
+        if params.stop_strings and self._loaded.tokenizer is None:
+            raise RequestError("stop", params.stop, "empty: this model has no tokenizer, use stop_token_ids")
+        if params.seed is None:
+            params = replace(params, seed=_mix_seed(self.config.seed, number))
+        return Request(request_id, token_ids, params, text, time.monotonic())
+
+    def submit(self, request: Request) -> None:
+        """Queue a prepared request.
+
+        Raises:
+            RequestError: A request of the same id is running.
+        """
+        if request.request_id in self._requests:
+            raise RequestError("request_id", request.request_id, "unique among running requests")
+        samples = [self._new_sample(request, index) for index in range(request.params.n)]
+        stats = SpeculationStats(verify_policy=self._policy.name, drafter_versions=self._drafter_versions)
+        unforked = [sample.seq for sample in samples[1:]]
+        self._requests[request.request_id] = _RequestState(request, samples, stats, unforked)
+        self._scheduler.add(samples[0].seq)
+
+    def add_request(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> str:
+        """Validate and queue a request; returns its id. See `prepare` and `submit`."""
+        request = self.prepare(prompt, params, request_id)
+        self.submit(request)
+        return request.request_id
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """Stop a request and free its memory; returns its last delta (finish_reason `abort`), None if it is unknown."""
+        state = self._requests.get(request_id)
+        return None if state is None else self._end(state, "abort")
+
+    def has_unfinished(self) -> bool:
+        """Whether any request waits or runs."""
+        return bool(self._requests)
+
+    def generate(
+        self, prompts: Prompt | SequenceOf[Prompt], params: SamplingParams | SequenceOf[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Generate for one or many prompts and return the replies in order.
+
+        Args:
+            prompts: A string, a token-id list, a list of `ChatMessage`, or a list of any of these.
+            params: One for all prompts, or one each; None takes the defaults.
+        """
+        prompt_list = _as_prompt_list(prompts)
+        each = [params or SamplingParams()] * len(prompt_list) if not isinstance(params, SequenceOf) else list(params)
+        if len(each) != len(prompt_list):
+            raise RequestError("params", len(each), f"one, or as many as prompts ({len(prompt_list)})")
+        requests = [self.prepare(prompt, p) for prompt, p in zip(prompt_list, each, strict=True)]
+        for request in requests:
+            self.submit(request)
+        wanted = {request.request_id: None for request in requests}
+        replies: dict[str, RequestOutput] = {}
+        while any(request_id in self._requests for request_id in wanted):
+            for delta in self.step():
+                known = replies.get(delta.request_id)
+                replies[delta.request_id] = delta if known is None else merge_outputs(known, delta)
+        return [replies[request_id] for request_id in wanted]
+
+    # ---- the step --------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> list[RequestOutput]:
+        """Run one step: schedule, draft, choose lengths, verify, commit. Returns what is new, per request."""
+        started = time.perf_counter()
+        plan = self._scheduler.schedule()
+        if not plan.scheduled:
+            return []
+        self._runner.copy_blocks(plan.copy_pairs)
+        rounds, drafts = self._draft(plan)
+        verified = self._runner.verify(rounds, drafts, write_drafter_kv=self._scheduler.limits is not None)
+        deltas = self._commit(rounds, verified)
+        self._counters.end_step(time.perf_counter() - started, self._runner.times)
+        return deltas
+
+    def _draft(self, plan: Schedule) -> tuple[list[Round], Drafts | None]:
+        drafting = [item for item in plan.scheduled if item.max_drafts > 0]
+        if not drafting:
+            return [Round(item) for item in plan.scheduled], None
+        drafts = self._runner.draft(drafting)
+        lens = self._policy.choose(drafts.signals, [item.max_drafts for item in drafting])
+        rounds, row = [], 0
+        for item in plan.scheduled:
+            if item.max_drafts > 0:
+                rounds.append(Round(item, drafts.token_ids[row][: lens[row]], row))
+                row += 1
+            else:
+                rounds.append(Round(item))
+        return rounds, drafts
+
+    def _commit(self, rounds: list[Round], verified: list[Verified]) -> list[RequestOutput]:
+        decided = iter(verified)
+        touched: dict[str, list[_Sample]] = {}
+        corrupted: dict[str, _RequestState] = {}
+        wrote = self._scheduler.limits is not None
+        for r in rounds:
+            seq = r.scheduled.seq
+            if not r.scheduled.samples:
+                self._scheduler.commit(seq, r.scheduled.num_tokens, wrote)
+                continue
+            result = next(decided)
+            request_id = seq.request.request_id
+            if result.corrupted:
+                corrupted[request_id] = self._requests[request_id]
+                continue
+            self._commit_sample(r, result, wrote)
+            touched.setdefault(request_id, []).append(self._samples[seq.key])
+        deltas = [self._delta(self._requests[key], samples) for key, samples in touched.items() if key not in corrupted]
+        for state in corrupted.values():
+            logger.error("target logits are not finite request_id=%s", state.request.request_id)
+            deltas.append(self._end(state, "error", touched.get(state.request.request_id, [])))
+        return deltas
+
+    def _commit_sample(self, r: Round, result: Verified, wrote_drafter_kv: bool) -> None:
+        seq = r.scheduled.seq
+        sample = self._samples[seq.key]
+        state = self._requests[seq.request.request_id]
+        was_decoding = seq.is_decoding
+        emitted = _append(sample, result)
+        seq.token_ids.extend(emitted)
+        self._runner.sampling.commit(seq.key, emitted)
+        num_drafts = len(r.draft_token_ids)
+        num_accepted = min(len(result.token_ids) - 1, len(emitted))
+        if was_decoding:
+            _count_round(state.stats, r.draft_row is not None, self._draft_width, num_drafts, num_accepted, emitted)
+            self._counters.count_round(r.draft_row is not None, num_drafts, num_accepted)
+        self._counters.num_output_tokens += len(emitted)
+        num_new = len(emitted) if was_decoding else r.scheduled.num_tokens
+        self._scheduler.commit(seq, num_new, wrote_drafter_kv)
+        if state.unforked and sample.seq is state.samples[0].seq:
+            self._scheduler.fork(seq, state.unforked)
+            state.unforked = []
+        if sample.output.finished:
+            self._retire(sample)
+
+    def _delta(self, state: _RequestState, samples: list[_Sample]) -> RequestOutput:
+        finished = state.finished
+        if finished:
+            self._forget(state)
+        return self._output(state, samples, finished)
+
+    def _end(self, state: _RequestState, reason: FinishReason, touched: SequenceOf[_Sample] = ()) -> RequestOutput:
+        """End every running sample of a request for `reason`; returns the last delta, with that of `touched` ones."""
+        self._forget(state)
+        ended = [sample for sample in state.samples if not sample.output.finished]
+        for sample in ended:
+            sample.output.finish(reason)
+            self._retire(sample)
+        return self._output(state, [*ended, *(s for s in touched if s not in ended)], finished=True)
+
+    def _forget(self, state: _RequestState) -> None:
+        del self._requests[state.request.request_id]
+        self._counters.num_finished += 1
+        self._counters.num_prompt_tokens += len(state.request.prompt_token_ids)
+        self._counters.num_cached_tokens += state.samples[0].seq.num_cached_tokens
+
+    def _output(self, state: _RequestState, samples: list[_Sample], finished: bool) -> RequestOutput:
+        request = state.request
+        num_cached = state.samples[0].seq.num_cached_tokens
+        return RequestOutput(
+            request.request_id,
+            request.prompt_token_ids,
+            [sample.output.take_delta() for sample in samples],
+            usage_of(len(request.prompt_token_ids), num_cached, [sample.output for sample in state.samples]),
+            snapshot(state.stats),
+            finished,
+            request.prompt,
+        )
+
+    def _retire(self, sample: _Sample) -> None:
+        self._scheduler.remove(sample.seq)
+        self._runner.sampling.remove(sample.seq.key)
+        del self._samples[sample.seq.key]
+
+    # ---- policy ----------------------------------------------------------------------------------------------
+
+    @property
+    def verify_policy(self) -> str:
+        """Name of the active policy."""
+        return self._policy.name
+
+    def set_verify_policy(self, name: str) -> None:
+        """Switch the policy between two steps; tokens do not change, only how fast they come.
+
+        Raises:
+            ConfigError: The policy needs a drafter or a length head that is not there.
+        """
+        self._policy = self._make_policy(name)
+        self._scheduler.limits = self._draft_limits()
+        logger.info("verify policy set policy=%s", self._policy.name)
+
+    def _make_policy(self, name: str) -> VerifyPolicy:
+        config = self.config
+        resolved = resolve_policy(name, self._runner.drafter)
+        return VerifyPolicy(
+            resolved,
+            self._draft_width + 1,
+            config.confidence_threshold,
+            config.length_head_rate,
+            config.length_head_min,
+        )
+
+    @property
+    def _draft_width(self) -> int:
+        """K, drafts per block; 0 without a drafter."""
+        drafter = self._runner.drafter
+        return 0 if drafter is None else drafter.draft_block_size - 1
+
+    @property
+    def _drafter_versions(self) -> tuple[int, ...]:
+        drafter = self._runner.drafter
+        return () if drafter is None or self._policy.name == "off" else (drafter.version,)
+
+    def _draft_limits(self) -> DraftLimits | None:
+        drafter = self._runner.drafter
+        if drafter is None or self._policy.name == "off":
+            return None
+        max_drafts = min(self._draft_width, self.config.num_speculative_tokens or self._draft_width)
+        return DraftLimits(drafter.draft_block_size, max_drafts, drafter.max_position_embeddings)
+
+    # ---- reporting -------------------------------------------------------------------------------------------
+
+    @property
+    def info(self) -> EngineInfo:
+        """What is being served and what is active."""
+        drafter = self._runner.drafter
+        return replace(
+            self._loaded.info,
+            verify_policy=self._policy.name,
+            drafter_version=None if drafter is None else drafter.version,
+        )
+
+    def stats(self) -> EngineStats:
+        """Return current gauges and counters."""
+        return self._counters.snapshot(self._scheduler, self._blocks)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        self._blocks.reset_prefix_cache()
+
+    # ---- helpers ---------------------------------------------------------------------------------------------
+
+    def _tokenize(self, prompt: Prompt) -> tuple[list[int], str | None]:
+        if isinstance(prompt, list) and not any(isinstance(item, ChatMessage) for item in prompt):
+            return list(prompt), None  # type: ignore[arg-type]
+        tokenizer = self._loaded.tokenizer
+        if tokenizer is None:
+            raise RequestError("prompt", type(prompt).__name__, "token ids: this model has no tokenizer")
+        if isinstance(prompt, str):
+            return tokenizer.encode(prompt), prompt
+        return tokenizer.render_chat(prompt), None  # type: ignore[arg-type]
+
+    def _new_sample(self, request: Request, index: int) -> _Sample:
+        key, params = next(self._keys), request.params
+        room = self._loaded.max_model_len - len(request.prompt_token_ids)
+        seq = Sequence(key, request, index, list(request.prompt_token_ids), min(params.max_tokens, room))
+        tokenizer = self._loaded.tokenizer
+        detokenizer = None if tokenizer is None else Detokenizer(tokenizer, params, request.prompt_token_ids)
+        eos_ids = frozenset(self._loaded.info.eos_token_ids)
+        output = SampleOutput(index, params, eos_ids, seq.max_output_tokens, detokenizer)
+        assert params.seed is not None, "prepare() resolved the seed"
+        self._runner.sampling.add(
+            key, request.prompt_token_ids, params, params.seed, index, self._loaded.info.eos_token_ids
+        )
+        sample = _Sample(seq, output)
+        self._samples[key] = sample
+        return sample
+
+
+def _append(sample: _Sample, result: Verified) -> list[int]:
+    """Commit tokens until the output ends; returns those committed."""
+    for i, token_id in enumerate(result.token_ids):
+        if sample.output.append(token_id, None if result.logprobs is None else result.logprobs[i]):
+            return result.token_ids[: i + 1]
+    return result.token_ids
+
+
+def _count_round(
+    stats: SpeculationStats, drafted: bool, width: int, num_verified: int, num_accepted: int, emitted: list[int]
+) -> None:
+    stats.num_rounds += 1
+    stats.num_drafted_tokens += width if drafted else 0
+    stats.num_verified_tokens += num_verified
+    stats.num_accepted_tokens += num_accepted
+    stats.num_emitted_tokens += len(emitted)
+
+
+def _mix_seed(engine_seed: int, number: int) -> int:
+    """Return a seed in [0, 2**63) for the engine's `number`-th request (splitmix64 finalizer)."""
+    mask = 2**64 - 1
+    z = (engine_seed * 0x9E3779B97F4A7C15 + number * 0xD1B54A32D192ED03 + 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return (z ^ (z >> 31)) >> 1
+
+
+def _as_prompt_list(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if items and all(isinstance(item, (int, ChatMessage)) for item in items):
+        return [items]  # type: ignore[list-item]
+    return items  # type: ignore[return-value]

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The committed-token stream of one sample: the only source of its text, ids, logprobs, usage and finish."""
+
+from __future__ import annotations
+
+from adaflash.engine.detokenizer import Detokenizer
+from adaflash.request import CompletionOutput, FinishReason, RequestOutput, SamplingParams, SpeculationStats, TokenLogprobs, Usage
+
+
+class SampleOutput:
+    """Takes committed tokens one by one, finds where the output ends, and hands out what is new.
+
+    Args:
+        index: Which of the request's n samples.
+        params: Stop conditions and what to return.
+        eos_token_ids: The model's own stop ids.
+        max_output_tokens: `max_tokens`, cut to what the context limit leaves.
+        detokenizer: Turns tokens into text; None when the model has no tokenizer.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        params: SamplingParams,
+        eos_token_ids: frozenset[int],
+        max_output_tokens: int,
+        detokenizer: Detokenizer | None,
+    ) -> None:
+        self.index = index
+        self.num_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self._params = params
+        self._eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
+        self._stop_token_ids = frozenset(params.stop_token_ids)
+        self._max_output_tokens = max_output_tokens
+        self._detokenizer = detokenizer
+        self._new_token_ids: list[int] = []
+        self._new_logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+
+    @property
+    def finished(self) -> bool:
+        """Whether the output has ended."""
+        return self.finish_reason is not None
+
+    def append(self, token_id: int, logprobs: TokenLogprobs | None) -> bool:
+        """Commit one token; True when it ends the output, and nothing after it may be committed."""
+        assert not self.finished, "nothing is committed after the end"
+        self.num_tokens += 1
+        self._new_token_ids.append(token_id)
+        if self._new_logprobs is not None:
+            assert logprobs is not None, "logprobs were asked for"
+            self._new_logprobs.append(logprobs)
+        is_stop_id = token_id in self._eos_token_ids or token_id in self._stop_token_ids
+        if is_stop_id and self.num_tokens > self._params.min_tokens:
+            self._stop_at_id(token_id)
+        else:
+            self._push_text(token_id)
+        if not self.finished and self.num_tokens >= self._max_output_tokens:
+            self.finish("length")
+        return self.finished
+
+    def finish(self, reason: FinishReason) -> None:
+        """End the output from outside, e.g. on abort."""
+        self.finish_reason = reason
+
+    def take_delta(self) -> CompletionOutput:
+        """Return what was committed since the last call; text that may still become a stop string is held back."""
+        delta = CompletionOutput(
+            self.index,
+            self._take_text(),
+            self._new_token_ids,
+            self._new_logprobs,
+            self.finish_reason,
+            self.stop_reason,
+        )
+        self._new_token_ids = []
+        self._new_logprobs = None if self._new_logprobs is None else []
+        return delta
+
+    def _stop_at_id(self, token_id: int) -> None:
+        if self._params.include_stop_str_in_output:
+            self._push_text(token_id)
+        self.finish_reason = "stop"
+        self.stop_reason = token_id if token_id in self._stop_token_ids else None
+
+    def _push_text(self, token_id: int) -> None:
+        if self._detokenizer is None:
+            return
+        match = self._detokenizer.push(token_id)
+        if match is not None:
+            self.finish_reason, self.stop_reason = "stop", match.stop
+
+    def _take_text(self) -> str:
+        if self._detokenizer is None:
+            return ""
+        if self.finished:
+            self._detokenizer.finish()
+        return self._detokenizer.take_text()
+
+
+def merge_completions(first: CompletionOutput, second: CompletionOutput) -> CompletionOutput:
+    """Return the delta that equals `first` followed by `second` of the same sample."""
+    assert first.index == second.index, "deltas of one sample"
+    logprobs = None if first.logprobs is None else first.logprobs + (second.logprobs or [])
+    return CompletionOutput(
+        first.index,
+        first.text + second.text,
+        first.token_ids + second.token_ids,
+        logprobs,
+        second.finish_reason,
+        second.stop_reason,
+    )
+
+
+def merge_outputs(first: RequestOutput, second: RequestOutput) -> RequestOutput:
+    """Return the delta that equals `first` followed by `second` of the same request."""
+    by_index = {output.index: output for output in first.outputs}
+    for output in second.outputs:
+        known = by_index.get(output.index)
+        by_index[output.index] = output if known is None else merge_completions(known, output)
+    outputs = [by_index[index] for index in sorted(by_index)]
+    return RequestOutput(
+        second.request_id,
+        second.prompt_token_ids,
+        outputs,
+        second.usage,
+        second.speculation,
+        second.finished,
+        second.prompt,
+    )
+
+
+def usage_of(num_prompt_tokens: int, num_cached_tokens: int, samples: list[SampleOutput]) -> Usage:
+    """Count a request's tokens, all samples together."""
+    return Usage(num_prompt_tokens, num_cached_tokens, sum(sample.num_tokens for sample in samples))
+
+
+def snapshot(stats: SpeculationStats) -> SpeculationStats:
+    """Return a copy that later steps do not change."""
+    return SpeculationStats(
+        stats.verify_policy,
+        stats.num_rounds,
+        stats.num_drafted_tokens,
+        stats.num_verified_tokens,
+        stats.num_accepted_tokens,
+        stats.num_emitted_tokens,
+        stats.drafter_versions,
+    )
