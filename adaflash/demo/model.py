@@ -48,18 +48,19 @@ def demo_model_dir(progress: Progress | None = None) -> Path:
         AdaFlashError: The package that carries the weights is missing, or the cache folder cannot be written.
     """
     source = find_demo_gguf()
-    directory = cache_dir() / f"{DEMO_MODEL_NAME}-{_digest(source)}"
-    if not _damage(directory):
-        return directory
+    folder = cache_dir()
     try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(directory.with_name(directory.name + ".lock")):
+        directory = folder / f"{DEMO_MODEL_NAME}-{_digest(source)}"
+        if not _damage(directory):
+            return directory
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder / (directory.name + ".lock")):
             damage = _damage(directory)  # Another process may have converted while this one waited.
             if damage:
                 _rebuild(source, directory, damage, progress)
     except OSError as error:
         raise AdaFlashError(
-            f"cannot write the demo model into {directory.parent}: {error}: "
+            f"cannot keep the demo model in {folder}: {error}: "
             "set ADAFLASH_CACHE_DIR to a writable folder with 700 MB free"
         ) from error
     return directory
