@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 import torch
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from tests.tiny_drafters import TinyDrafterBuilder, write_tiny_drafter
@@ -57,10 +58,11 @@ def _randomise(model: PreTrainedModel, logit_scale: float, seed: int) -> None:
             parameter.data.copy_(noise * 0.5)
         else:
             parameter.data.copy_(noise * 1.5 / parameter.shape[1] ** 0.5)
-    model.get_output_embeddings().weight.data.mul_(logit_scale)
+    head: nn.Linear = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    head.weight.data.mul_(logit_scale)
 
 
-def _builder(config_class: type[PreTrainedConfig], model_class: type[PreTrainedModel]) -> TinyModelBuilder:
+def _builder(config_class: type[PreTrainedConfig], model_class: Any) -> TinyModelBuilder:
     def build(
         directory: Path,
         config: Mapping[str, object] | None = None,
@@ -69,11 +71,10 @@ def _builder(config_class: type[PreTrainedConfig], model_class: type[PreTrainedM
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
     ) -> PreTrainedModel:
-        hf_config = config_class(**(_TINY_CONFIG | dict(config or {})))
+        hf_config = config_class.from_dict(_TINY_CONFIG | dict(config or {}))
         hf_config._attn_implementation = "eager"
-        model = model_class(hf_config).eval().requires_grad_(False)
+        model: PreTrainedModel = model_class(hf_config).to(dtype).eval().requires_grad_(False)
         _randomise(model, logit_scale, seed)
-        model = model.to(dtype)
         model.save_pretrained(directory, max_shard_size=max_shard_size)
         return model
 

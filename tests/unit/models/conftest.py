@@ -50,7 +50,7 @@ class PagedRunner:
     def logits(self, chunks: dict[int, list[int]]) -> list[Tensor]:
         """Return the logits of each sequence's chunk, [len, V]."""
         logits = self.model.compute_logits(self.step(chunks).hidden)
-        return list(logits.split([len(chunk) for chunk in chunks.values()]))
+        return list(torch.split(logits, [len(chunk) for chunk in chunks.values()]))
 
     def _batch(self, chunks: dict[int, list[int]], positions: list[int], slots: list[int]) -> PackedBatch:
         query_lens = [len(chunk) for chunk in chunks.values()]

@@ -11,6 +11,7 @@ import torch
 
 from adaflash.models.loader import load_target
 from adaflash.ops.backend import Backend
+from adaflash.ops.cpu import CpuBackend
 
 TOLERANCE = 1e-4  # fp32, logits of order 1
 
@@ -24,7 +25,7 @@ LLAMA3_ROPE = {
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 YARN_MSCALE_ROPE = YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 16, "truncate": False}
-WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+WINDOWS: dict[str, object] = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 
 CASES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("llama", {}),
@@ -149,3 +150,27 @@ def test_bfloat16_computes_close_to_transformers(
     expected = reference(torch.tensor([prompt])).logits[0].float()
     got = paged_runner(target, num_seqs=1).logits({0: prompt})[0].float()
     assert (got - expected).abs().mean() < 0.03 * expected.abs().mean()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("packed", [False, True])
+def test_cpu_backend_computes_what_the_reference_computes(
+    tmp_path: Path, backend: Backend, tiny_qwen3: Any, paged_runner: Any, packed: bool
+) -> None:
+    tiny_qwen3(tmp_path, WINDOWS)
+    prompts = {0: random_prompt(19, 0), 1: random_prompt(5, 1)}
+    expected = paged_runner(load_target(tmp_path, backend), num_seqs=2).logits(prompts)
+    target = load_target(tmp_path, CpuBackend())
+    if packed:
+        target.pack()
+    runner = paged_runner(target, num_seqs=2)
+    got = [
+        torch.cat(pair)
+        for pair in zip(
+            runner.logits({0: prompts[0][:8], 1: prompts[1][:4]}),
+            runner.logits({0: prompts[0][8:], 1: prompts[1][4:]}),
+            strict=True,
+        )
+    ]
+    for logits, reference_logits in zip(got, expected, strict=True):
+        torch.testing.assert_close(logits, reference_logits, atol=TOLERANCE, rtol=0)
