@@ -110,7 +110,7 @@ class Backend:
         """Attend each sequence's packed queries to its own paged keys; one op for prefill, verify and draft block.
 
         Query i of a sequence with query length n and KV length s sits at position s - n + i (right-aligned). Causal:
-        it sees keys at positions <= its own; otherwise all s keys. `window` hides keys at positions <= its own - window.
+        it sees keys at positions <= its own; otherwise all s keys. `window` hides keys at positions <= own - window.
 
         Args:
             q: [T, Hq, D].

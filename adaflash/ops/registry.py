@@ -40,7 +40,8 @@ def load_backend(device: str) -> Backend:
 def _load(device: str, installed: dict[str, EntryPoint]) -> Backend:
     if device not in installed:
         names = ", ".join(sorted(installed)) or "none"
-        raise BackendError(f"device={device!r} is not available: installed backends are {names}{suggest(device, installed)}")
+        hint = suggest(device, installed)
+        raise BackendError(f"device={device!r} is not available: installed backends are {names}{hint}")
     try:
         backend_class = installed[device].load()
     except ImportError as error:
