@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Argmax of scores plus Gumbel noise on the CPU: the result of evaluating all noise, at a fraction of the work.
+
+Per row, tokens whose score no noise can lift to the top get no bits, and only tokens that may hold the maximum get
+their logarithms: the largest s + g has the smallest E / e^s with E = -log1p(-w) >= w, so a token with w / e^s above the
+leader's E / e^s has lost. Bits are numpy uint64: about 0.6 ms for 49,152 tokens on one core.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from adaflash.ops.noise import MAX_UNIFORM, MULTIPLIERS, WEYL, WORD_MASK, NoiseRows
+
+# Gumbel noise lies in [-2.82, 22.88]: a score this far below the largest one never wins.
+_NOISE_SPAN = 25.8
+_MIN_EXPONENT = -80.0  # exp of less is subnormal, which costs ten times as much
+
+_Words = npt.NDArray[np.uint64]
+_Floats = npt.NDArray[np.float32]
+_Indices = npt.NDArray[np.int64]
+
+_SHIFT = np.uint64(32)
+_LOW = np.uint64(WORD_MASK)
+_M0, _M1 = (np.uint64(multiplier) for multiplier in MULTIPLIERS)
+
+
+class _Counter(NamedTuple):
+    """Key and counter words of one row, the token's own word aside."""
+
+    seed: int
+    output_index: int
+    sample_index: int
+    stream: int
+
+
+class _Columns(NamedTuple):
+    """Distinct counter words of some columns, and where each column's bits lie in the flattened [G, 4] words.
+
+    `positions` None: column j has bits j.
+    """
+
+    groups: _Words
+    positions: _Indices | None
+    num_columns: int
+
+
+def lazy_argmax(scores: Tensor, rows: NoiseRows, stream: int, token_ids: Tensor | None) -> Tensor:
+    """Return argmax(scores + noise) per row, [n, V] fp32 CPU tensor -> [n]; lowest index on ties.
+
+    Args:
+        scores: -inf drops a column. A row whose maximum is not finite yields the argmax of its scores.
+        rows: Keys of the n rows.
+        stream: Which of the noise streams.
+        token_ids: [V] token id of each column, or None when columns are token ids.
+    """
+    num_columns = scores.shape[1]
+    ids = None if token_ids is None else token_ids.numpy()
+    columns = _all_columns(num_columns) if ids is None else _columns_of(ids)
+    picks = []
+    keys = zip(rows.seed.tolist(), rows.output_index.tolist(), rows.sample_index.tolist(), strict=True)
+    for row, (seed, output_index, sample_index) in zip(scores, keys, strict=True):
+        picks.append(_row_argmax(row, _Counter(seed, output_index, sample_index, stream), columns, ids))
+    return torch.tensor(picks, dtype=torch.int64)
+
+
+def _row_argmax(row: Tensor, counter: _Counter, columns: _Columns, ids: _Indices | None) -> int:
+    scores: _Floats = row.numpy()
+    top = float(scores.max())
+    if not math.isfinite(top):
+        return int(scores.argmax())
+    spacing = float(np.spacing(np.float32(abs(top) + 32)))  # of the fp32 sums compared in the end
+    weights: _Floats = (row - top).clamp_(min=_MIN_EXPONENT).exp_().numpy()
+    in_reach = weights >= math.exp(max(-_NOISE_SPAN - 2 * spacing, _MIN_EXPONENT))
+    if 2 * np.count_nonzero(in_reach) > scores.size:
+        return _leader(scores, weights, _uniforms(counter, columns), spacing)
+    kept = np.flatnonzero(in_reach)
+    kept_columns = _columns_of(kept if ids is None else ids[kept])
+    return int(kept[_leader(scores[kept], weights[kept], _uniforms(counter, kept_columns), spacing)])
+
+
+def _leader(scores: _Floats, weights: _Floats, uniforms: _Floats, spacing: float) -> int:
+    """Return argmax of scores + g(uniforms), where weights = exp(scores - their maximum)."""
+    ratios: _Floats = torch.div(torch.from_numpy(uniforms), torch.from_numpy(weights)).numpy()
+    first = int(ratios.argmin())
+    bound = -math.log1p(-float(uniforms[first])) / float(weights[first])
+    rivals = np.flatnonzero(ratios <= bound * (1 + 1e-4) * math.exp(2 * spacing))
+    noise = -np.log(-np.log1p(-uniforms[rivals].astype(np.float64)))
+    return int(rivals[(scores[rivals] + noise.astype(np.float32)).argmax()])
+
+
+def _all_columns(num_columns: int) -> _Columns:
+    return _Columns(np.arange(-(-num_columns // 4), dtype=np.uint64), None, num_columns)
+
+
+def _columns_of(ids: _Indices) -> _Columns:
+    """Return the columns with these token ids; neighbours of one group share its words."""
+    groups = ids >> 2
+    starts = np.empty(len(ids), dtype=bool)
+    starts[:1] = True
+    np.not_equal(groups[1:], groups[:-1], out=starts[1:])
+    positions = (np.cumsum(starts) - 1) * 4 + (ids & 3)
+    return _Columns(groups[starts].astype(np.uint64), positions, len(ids))
+
+
+def _uniforms(counter: _Counter, columns: _Columns) -> _Floats:
+    """Return w of each column, as `noise` defines it."""
+    uniforms = np.empty((len(columns.groups), 4), dtype=np.float32)
+    for lane, words in enumerate(_philox(counter, columns.groups)):
+        uniforms[:, lane] = words.view(np.int64)  # to fp32 from int64 is faster than from uint64
+    flat = uniforms.reshape(-1)
+    flat += np.float32(0.5)
+    flat *= np.float32(2.0**-32)
+    np.minimum(flat, np.float32(MAX_UNIFORM), out=flat)
+    return flat[: columns.num_columns] if columns.positions is None else flat[columns.positions]
+
+
+def _philox(counter: _Counter, groups: _Words) -> tuple[_Words, _Words, _Words, _Words]:
+    """Return `noise.philox` for counters (groups, output_index, sample_index, stream); scalars until they mix."""
+    keys = counter.seed & WORD_MASK, counter.seed >> 32
+    c0, c1, c2, c3 = groups, *(np.uint64(word) for word in counter[1:])
+    for step in range(10):
+        k0, k1 = (np.uint64((key + step * weyl) & WORD_MASK) for key, weyl in zip(keys, WEYL, strict=True))
+        p0, p1 = c0 * _M0, c2 * _M1
+        if step < 3:  # some of the words are scalars
+            c0, c1, c2, c3 = (p1 >> _SHIFT) ^ (c1 ^ k0), p1 & _LOW, (p0 >> _SHIFT) ^ (c3 ^ k1), p0 & _LOW
+            continue
+        c1 ^= k0
+        c3 ^= k1
+        np.right_shift(p1, _SHIFT, out=c0)
+        np.right_shift(p0, _SHIFT, out=c2)
+        c0 ^= c1
+        c2 ^= c3
+        p1 &= _LOW
+        p0 &= _LOW
+        c1, c3 = p1, p0
+    return c0, c1, c2, c3
