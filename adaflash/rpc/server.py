@@ -48,6 +48,7 @@ class GrpcServer:
         self._metrics = RpcMetrics(self._registry, self._model_name)
         self._metrics_endpoint: MetricsEndpoint | None = None
         self._server = self._build_server()
+        self._is_serving = False
         self.port = 0
 
     @property
@@ -73,10 +74,12 @@ class GrpcServer:
             self._metrics_endpoint = MetricsEndpoint(self._registry, self._config.host, self._config.metrics_port)
         self._warn_when_open()
         await self._server.start()
+        self._is_serving = True
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
     async def announce_shutdown(self) -> None:
         """Turn health to NOT_SERVING for good, so that balancers look elsewhere; calls are still accepted."""
+        self._is_serving = False
         await self._health.enter_graceful_shutdown()
 
     async def drain(self) -> bool:
@@ -103,12 +106,19 @@ class GrpcServer:
         if self._config.api_key is not None:
             interceptors.append(ApiKeyInterceptor(self._config.api_key))
         server = grpc.aio.server(interceptors=interceptors, options=_channel_options(self._config))
-        service = GenerationService(self._engine, self._config, self._metrics)
+        service = GenerationService(self._engine, self._config, self._metrics, self._on_unavailable)
         generate_pb2_grpc.add_GenerationServicer_to_server(service, server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
         return server
+
+    async def _on_unavailable(self) -> None:
+        """Report NOT_SERVING: the engine has failed, or drains, which health has said already."""
+        if self._is_serving:
+            self._is_serving = False
+            logger.error("the engine takes no requests any more: health is NOT_SERVING until a restart")
+            await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for name in (health.OVERALL_HEALTH, SERVICE_NAME):

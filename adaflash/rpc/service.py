@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import TypeAlias, cast
 
@@ -14,6 +14,7 @@ import grpc
 from adaflash import __version__
 from adaflash.config import ServerConfig
 from adaflash.engine.base import EngineClient
+from adaflash.errors import UnavailableError
 from adaflash.request import RequestOutput
 from adaflash.rpc import convert
 from adaflash.rpc.merge import OutputMerger
@@ -32,12 +33,25 @@ class GenerationService(generate_pb2_grpc.GenerationServicer):
 
     A cancelled call (client gone, deadline passed, server stopping) closes the engine's iterator, which aborts the
     request within one step.
+
+    Args:
+        engine: What generates.
+        config: Limits of reply streams, and the model's name.
+        metrics: Told how long requests take.
+        on_unavailable: Called when the engine refuses because it is draining or has failed.
     """
 
-    def __init__(self, engine: EngineClient, config: ServerConfig, metrics: RpcMetrics) -> None:
+    def __init__(
+        self,
+        engine: EngineClient,
+        config: ServerConfig,
+        metrics: RpcMetrics,
+        on_unavailable: Callable[[], Awaitable[None]],
+    ) -> None:
         self._engine = engine
         self._config = config
         self._metrics = metrics
+        self._on_unavailable = on_unavailable
 
     async def Generate(self, request: pb.GenerateRequest, context: GenerateContext) -> pb.GenerateResponse:  # noqa: N802
         """Run a request to its end and reply once."""
@@ -71,10 +85,14 @@ class GenerationService(generate_pb2_grpc.GenerationServicer):
         call = convert.call_from_pb(request)
         stream = self._engine.generate(call.prompt, call.params, call.request_id or uuid.uuid4().hex)
         is_first = True
-        async with aclosing(cast("AsyncGenerator[RequestOutput, None]", stream)) as outputs:  # closable by contract
-            async for output in outputs:
-                if is_first:
-                    self._metrics.first_token(time.monotonic() - started)
-                    is_first = False
-                yield output
+        try:
+            async with aclosing(cast("AsyncGenerator[RequestOutput, None]", stream)) as outputs:  # closable by contract
+                async for output in outputs:
+                    if is_first:
+                        self._metrics.first_token(time.monotonic() - started)
+                        is_first = False
+                    yield output
+        except UnavailableError:
+            await self._on_unavailable()
+            raise
         self._metrics.request_finished(time.monotonic() - started)
