@@ -72,7 +72,7 @@ def convert_llama_gguf(source: Path, target_dir: Path, progress: Progress | None
     Args:
         source: A GGUF file of architecture `llama`, any quantisation the `gguf` package can undo.
         target_dir: Existing folder; files in it are overwritten.
-        progress: Called with (tensors done, tensors in all).
+        progress: Called with (fp32 bytes done, fp32 bytes in all).
 
     Raises:
         CheckpointError: Another architecture or tokenizer kind, or a tensor or key that is missing or unknown.
@@ -137,8 +137,10 @@ def dequantize_tensors(reader: GGUFReader, progress: Progress | None = None) -> 
 
     num_heads = _integer(reader, "llama.attention.head_count")
     num_kv_heads = _integer(reader, "llama.attention.head_count_kv")
+    total_bytes = 4 * sum(int(tensor.n_elements) for tensor in reader.tensors)
+    done_bytes = 0
     converted: dict[str, FloatArray] = {}
-    for index, tensor in enumerate(reader.tensors):
+    for tensor in reader.tensors:
         name = _hf_name(tensor.name)
         weight = np.ascontiguousarray(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
         if name.endswith("q_proj.weight"):
@@ -146,8 +148,9 @@ def dequantize_tensors(reader: GGUFReader, progress: Progress | None = None) -> 
         elif name.endswith("k_proj.weight"):
             weight = unpermute_rope_rows(weight, num_kv_heads)
         converted[name] = weight
+        done_bytes += weight.nbytes
         if progress is not None:
-            progress(index + 1, len(reader.tensors))
+            progress(done_bytes, total_bytes)
     return converted
 
 

@@ -42,7 +42,7 @@ def demo_model_dir(progress: Progress | None = None) -> Path:
     """Return the directory of the demo model in Hugging Face layout, converting it on first use (about 20 s, 540 MB).
 
     Args:
-        progress: Called with (tensors done, tensors in all) while converting; never called on reuse.
+        progress: Called with (bytes done, bytes in all) while converting; never called on reuse.
 
     Raises:
         AdaFlashError: The package that carries the weights is missing, or the cache folder cannot be written.

@@ -67,10 +67,12 @@ def test_tokenizer_uses_merges_special_tokens_and_template(tiny_model_dir: Path)
     assert chat[0] == 1
 
 
-def test_progress_counts_every_tensor(tiny_gguf: TinyGguf, tmp_path: Path) -> None:
+def test_progress_counts_bytes_of_every_tensor(tiny_gguf: TinyGguf, tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     convert_llama_gguf(tiny_gguf.path, tmp_path, lambda done, total: seen.append((done, total)))
-    assert seen == [(index + 1, len(tiny_gguf.weights)) for index in range(len(tiny_gguf.weights))]
+    total_bytes = sum(weight.nbytes for weight in tiny_gguf.weights.values())
+    assert len(seen) == len(tiny_gguf.weights)
+    assert seen[-1] == (total_bytes, total_bytes)
 
 
 def test_unknown_tensor_fails_by_name(tiny_gguf: TinyGguf, tmp_path: Path) -> None:
