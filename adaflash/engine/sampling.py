@@ -53,10 +53,18 @@ class SamplingBuilder:
 
     Sequences are added when they start running and removed when they finish; preemption needs neither, since the
     committed output survives it. Metadata refers to the live penalty counts: use it before the next `commit`.
+
+    Args:
+        vocab_size: V of the target.
+        device: Where the metadata goes.
+        draft_top_k: Draw drafts from this many likeliest tokens only, at a fraction of the noise. Lossless and next to
+            free in acceptance under the coupling `gumbel`; must be None under `rejection`, where the filters of the
+            target's rows have to give the drafts' q.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, vocab_size: int, device: torch.device | str = "cpu", draft_top_k: int | None = None) -> None:
         self._device = torch.device(device)
+        self._draft_top_k = draft_top_k
         self._constants = np.zeros(8, dtype=_CONSTANTS)
         self._seats: dict[int, int] = {}
         self._free_seats = list(range(7, -1, -1))
@@ -187,7 +195,11 @@ class SamplingBuilder:
             return replace(self._greedy(num_rows), bias=ban, column_token_ids=column_token_ids)
         output_index = np.add.outer(np.asarray(output_indexes, dtype=np.int64), np.arange(num_drafts)).reshape(-1)
         rows = self._assemble(np.repeat(self._seats_of(seq_keys), num_drafts), output_index, None)
-        return replace(rows, bias=_join(rows.bias, ban), column_token_ids=column_token_ids)
+        top_k = rows.top_k
+        if self._draft_top_k is not None and not rows.all_greedy:
+            limit = torch.full((num_rows,), self._draft_top_k, dtype=torch.int32, device=self._device)
+            top_k = limit if top_k is None else torch.where(top_k > 0, top_k, limit).minimum(limit)
+        return replace(rows, top_k=top_k, bias=_join(rows.bias, ban), column_token_ids=column_token_ids)
 
     @property
     def _is_plain(self) -> bool:

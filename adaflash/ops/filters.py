@@ -66,17 +66,16 @@ def filtered_scores(adjusted: Tensor, sampling: SamplingMetadata) -> Tensor:
     scores = adjusted / sampling.temperature.masked_fill(greedy, 1.0)[:, None]
     if sampling.top_k is None and sampling.top_p is None and sampling.min_p is None:
         return scores
-    top = scores.amax(-1, keepdim=True)
-    weights = (scores - top).exp_()  # [n, V], proportional to probabilities, largest 1
-    cut = torch.full_like(top, float("-inf"))
+    cut = scores.new_full((scores.shape[0], 1), float("-inf"))
     if sampling.top_k is not None:
         cut = _top_k_cut(scores, sampling.top_k.masked_fill(greedy, 0))
-    if sampling.top_p is not None:
-        cut = _top_p_cut(scores, weights, cut, sampling.top_p.masked_fill(greedy, 1.0))
-    dropped = scores < cut
-    if sampling.min_p is not None:
-        dropped |= weights < sampling.min_p.masked_fill(greedy, 0.0)[:, None]
-    return scores.masked_fill_(dropped, float("-inf"))
+    if sampling.top_p is not None or sampling.min_p is not None:
+        weights = (scores - scores.amax(-1, keepdim=True)).exp_()  # [n, V], probabilities over the largest one
+        if sampling.top_p is not None:
+            cut = _top_p_cut(scores, weights, cut, sampling.top_p.masked_fill(greedy, 1.0))
+        if sampling.min_p is not None:
+            scores.masked_fill_(weights < sampling.min_p.masked_fill(greedy, 0.0)[:, None], float("-inf"))
+    return scores.masked_fill_(scores < cut, float("-inf"))
 
 
 def _top_k_cut(scores: Tensor, top_k: Tensor) -> Tensor:

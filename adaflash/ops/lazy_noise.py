@@ -76,18 +76,18 @@ def _row_argmax(row: Tensor, counter: _Counter, columns: _Columns, ids: _Indices
     if not math.isfinite(top):
         return int(scores.argmax())
     spacing = float(np.spacing(np.float32(abs(top) + 32)))  # of the fp32 sums compared in the end
-    weights: _Floats = (row - top).clamp_(min=_MIN_EXPONENT).exp_().numpy()
-    in_reach = weights >= math.exp(max(-_NOISE_SPAN - 2 * spacing, _MIN_EXPONENT))
-    if 2 * np.count_nonzero(in_reach) > scores.size:
-        return _leader(scores, weights, _uniforms(counter, columns), spacing)
+    in_reach = scores >= top - _NOISE_SPAN - 2 * spacing
+    if 8 * np.count_nonzero(in_reach) > scores.size:
+        return _leader(scores, top, _uniforms(counter, columns), spacing)
     kept = np.flatnonzero(in_reach)
     kept_columns = _columns_of(kept if ids is None else ids[kept])
-    return int(kept[_leader(scores[kept], weights[kept], _uniforms(counter, kept_columns), spacing)])
+    return int(kept[_leader(scores[kept], top, _uniforms(counter, kept_columns), spacing)])
 
 
-def _leader(scores: _Floats, weights: _Floats, uniforms: _Floats, spacing: float) -> int:
-    """Return argmax of scores + g(uniforms), where weights = exp(scores - their maximum)."""
-    ratios: _Floats = torch.div(torch.from_numpy(uniforms), torch.from_numpy(weights)).numpy()
+def _leader(scores: _Floats, top: float, uniforms: _Floats, spacing: float) -> int:
+    """Return argmax of scores + g(uniforms), where top is the largest score."""
+    weights = torch.from_numpy(scores).sub(top).clamp_(min=_MIN_EXPONENT).exp_()
+    ratios: _Floats = torch.div(torch.from_numpy(uniforms), weights).numpy()
     first = int(ratios.argmin())
     bound = -math.log1p(-float(uniforms[first])) / float(weights[first])
     rivals = np.flatnonzero(ratios <= bound * (1 + 1e-4) * math.exp(2 * spacing))
@@ -125,12 +125,15 @@ def _philox(counter: _Counter, groups: _Words) -> tuple[_Words, _Words, _Words, 
     """Return `noise.philox` for counters (groups, output_index, sample_index, stream); scalars until they mix."""
     keys = counter.seed & WORD_MASK, counter.seed >> 32
     c0, c1, c2, c3 = groups, *(np.uint64(word) for word in counter[1:])
+    spare0, spare1 = np.empty_like(groups), np.empty_like(groups)
     for step in range(10):
-        k0, k1 = (np.uint64((key + step * weyl) & WORD_MASK) for key, weyl in zip(keys, WEYL, strict=True))
-        p0, p1 = c0 * _M0, c2 * _M1
+        k0 = np.uint64((keys[0] + step * WEYL[0]) & WORD_MASK)
+        k1 = np.uint64((keys[1] + step * WEYL[1]) & WORD_MASK)
         if step < 3:  # some of the words are scalars
+            p0, p1 = c0 * _M0, c2 * _M1
             c0, c1, c2, c3 = (p1 >> _SHIFT) ^ (c1 ^ k0), p1 & _LOW, (p0 >> _SHIFT) ^ (c3 ^ k1), p0 & _LOW
             continue
+        p0, p1 = np.multiply(c0, _M0, out=spare0), np.multiply(c2, _M1, out=spare1)
         c1 ^= k0
         c3 ^= k1
         np.right_shift(p1, _SHIFT, out=c0)
@@ -139,5 +142,5 @@ def _philox(counter: _Counter, groups: _Words) -> tuple[_Words, _Words, _Words, 
         c2 ^= c3
         p1 &= _LOW
         p0 &= _LOW
-        c1, c3 = p1, p0
+        c1, c3, spare0, spare1 = p1, p0, c1, c3
     return c0, c1, c2, c3

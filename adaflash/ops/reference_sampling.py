@@ -51,7 +51,7 @@ def sample(logits: Tensor, sampling: SamplingMetadata) -> Tensor:
     parts: list[Tensor] = []
     for rows in _row_chunks(logits.shape[0], logits, sampling.all_greedy):
         part = select_rows(sampling, rows)
-        adjusted = adjusted_logits(logits[rows], part)
+        adjusted = adjusted_logits(logits[int(rows[0]) : int(rows[-1]) + 1], part)
         parts.append(_argmax(adjusted) if part.all_greedy else _draw(adjusted, part))
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=logits.device)
 
@@ -78,12 +78,14 @@ def _argmax(logits: Tensor) -> Tensor:
 
 def _draw(adjusted: Tensor, sampling: SamplingMetadata) -> Tensor:
     """Return the tokens of rows of which some are sampled, [n, V] -> [n]."""
+    is_sampled = sampling.temperature > 0
+    if bool(is_sampled.all()):
+        scores = filtered_scores(adjusted, sampling)
+        return _noisy_argmax(scores, _noise_rows(sampling), TOKEN_STREAM, sampling.column_token_ids)
     tokens = _argmax(adjusted)
-    sampled = (sampling.temperature > 0).nonzero()[:, 0]
+    sampled = is_sampled.nonzero()[:, 0]
     if sampled.shape[0]:
-        part = select_rows(sampling, sampled)
-        scores = filtered_scores(adjusted[sampled], part)
-        tokens[sampled] = _noisy_argmax(scores, _noise_rows(part), TOKEN_STREAM, sampling.column_token_ids)
+        tokens[sampled] = _draw(adjusted[sampled], select_rows(sampling, sampled))
     return tokens
 
 
