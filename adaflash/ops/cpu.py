@@ -11,16 +11,60 @@ from torch import Tensor
 
 from adaflash.ops.backend import Backend, LinearFn, MemoryInfo
 from adaflash.ops.cpu_attention import CpuAttentionMetadata, PlanKey, run_plan
-from adaflash.ops.metadata import AttentionMetadata, PackedBatch
+from adaflash.ops.metadata import AttentionMetadata, NormOutput, PackedBatch
 
 # oneDNN chooses its packed layout for this many rows; measured best or equal from 1 to 512 rows.
 PACKED_ROWS = 32
+
+# Up to here q and k are rotated in one go: half the calls, for one more copy.
+MAX_JOINT_ROPE_ROWS = 128
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x [T, heads, D] fp32 by cos/sin [T, 1, rotary_dim / 2]."""
+    half, head_dim = cos.shape[-1], x.shape[-1]
+    sizes = (half, half) if head_dim == 2 * half else (half, half, head_dim - 2 * half)
+    first, second, *rest = x.split_with_sizes(sizes, dim=-1)
+    rotated = ((first * cos).addcmul_(second, sin, value=-1), (second * cos).addcmul_(first, sin))
+    return torch.cat((*rotated, *rest), dim=-1)
 
 
 class CpuBackend(Backend):
     """CPU backend."""
 
     name = "cpu"
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> NormOutput:
+        """See `Backend.rms_norm`."""
+        if x.dtype != torch.float32:
+            return super().rms_norm(x, weight, eps, residual)
+        summed = x if residual is None else x + residual
+        inverse = summed.square().mean(-1, keepdim=True).add_(eps).rsqrt_()  # [..., 1]
+        return NormOutput((summed * inverse).mul_(weight), summed)
+
+    def apply_rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Backend.apply_rope`."""
+        if q.dtype != torch.float32:
+            return super().apply_rope(q, k, cos, sin)
+        cos, sin = cos[:, None], sin[:, None]
+        if q.shape[0] > MAX_JOINT_ROPE_ROWS:
+            return _rotate(q, cos, sin), _rotate(k, cos, sin)
+        joint = _rotate(torch.cat((q, k), dim=1), cos, sin)
+        rotated_q, rotated_k = joint.split_with_sizes((q.shape[1], k.shape[1]), dim=1)
+        return rotated_q, rotated_k
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """See `Backend.silu_and_mul`."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    def write_kv(self, k: Tensor, v: Tensor, k_cache_: Tensor, v_cache_: Tensor, slot_mapping: Tensor) -> None:
+        """See `Backend.write_kv`; only slots of -1 need the reference's masks."""
+        if slot_mapping.numel() == 0 or int(slot_mapping.min()) < 0:
+            super().write_kv(k, v, k_cache_, v_cache_, slot_mapping)
+            return
+        k_cache_.flatten(0, 1).index_copy_(0, slot_mapping, k)
+        v_cache_.flatten(0, 1).index_copy_(0, slot_mapping, v)
 
     def paged_attention(
         self,
@@ -36,7 +80,8 @@ class CpuBackend(Backend):
         needs_grad = torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad)
         if needs_grad or not isinstance(meta, CpuAttentionMetadata):
             return super().paged_attention(q, k_cache, v_cache, meta, scale, causal, window)
-        key = PlanKey(causal, window, k_cache.shape[1], q.shape[1] // k_cache.shape[2], q.dtype)
+        _, block_size, num_kv_heads, head_dim = k_cache.shape
+        key = PlanKey(causal, window, block_size, q.shape[1], num_kv_heads, head_dim, q.dtype)
         return run_plan(meta.plan(key), q, k_cache, v_cache, scale)
 
     def attention_metadata(self, batch: PackedBatch) -> AttentionMetadata:

@@ -11,17 +11,18 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from adaflash.ops.metadata import AttentionMetadata
 from adaflash.ops.reference import attention_mask
 
 # Measured (docs/adr/0002-cpu-backend.md): from here on a call of its own costs less than gathering the keys.
-IN_PLACE_KEYS = 512
+IN_PLACE_KEYS = 384
 # Keys of one call, summed over its sequences: keeps the gathered keys and values inside the last-level cache.
 MAX_GATHERED_KEYS = 2048
-# Folding the query heads of a KV head into its rows reads the keys once; outside this range the copy costs more.
-MIN_FOLDED_QUERIES, MAX_FOLDED_QUERIES = 2, 16
+# One sequence's query heads are folded into rows, so that its keys are read once, where that gains more than it costs.
+MIN_FOLDED_KEYS, MAX_FOLDED_QUERIES = 1024, 16
 
 
 class PlanKey(NamedTuple):
@@ -30,34 +31,77 @@ class PlanKey(NamedTuple):
     causal: bool
     window: int | None
     block_size: int
-    queries_per_kv: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
     dtype: torch.dtype
 
 
-class Gather(NamedTuple):
-    """Blocks copied into the workspace, and workspace rows of no key, which are zeroed: stale slots may hold NaN."""
+@dataclass(frozen=True)
+class InPlace:
+    """Keys of one sequence read where they are: arguments of `as_strided` to [1, Hkv, key_len, D]."""
 
-    blocks: Tensor  # [num_seqs * blocks_per_seq] int64
-    unused: Tensor | None  # int64 rows of [num_seqs * key_len]
+    shape: tuple[int, int, int, int]
+    strides: tuple[int, int, int, int]
+    offset: int
+
+    def read(self, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values, views of the cache."""
+        return (
+            k_cache.as_strided(self.shape, self.strides, self.offset),
+            v_cache.as_strided(self.shape, self.strides, self.offset),
+        )
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Keys of several sequences copied into a workspace that all layers share.
+
+    Attributes:
+        blocks: [num_seqs * blocks_per_seq] int64.
+        unused: Workspace slots of no key, int64; zeroed, since stale slots may hold NaN. None if there are none.
+        k: Workspace [num_seqs * blocks_per_seq, block_size, Hkv, D].
+        v: Likewise.
+        shape: [num_seqs, key_len, Hkv, D].
+    """
+
+    blocks: Tensor
+    unused: Tensor | None
+    k: Tensor
+    v: Tensor
+    shape: tuple[int, int, int, int]
+
+    def read(self, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values, [num_seqs, Hkv, key_len, D]."""
+        return self._copy(k_cache, self.k), self._copy(v_cache, self.v)
+
+    def _copy(self, cache: Tensor, workspace_: Tensor) -> Tensor:
+        torch.index_select(cache, 0, self.blocks, out=workspace_)
+        if self.unused is not None:
+            workspace_.flatten(0, 1).index_fill_(0, self.unused, 0.0)
+        return workspace_.view(self.shape).transpose(1, 2)
 
 
 @dataclass(frozen=True)
 class Group:
-    """Sequences of one kernel call; all have `query_len` queries and are padded to `key_len` keys.
+    """Sequences of one kernel call; those of fewer than `query_len` queries repeat their last one.
 
     Attributes:
+        folded: Whether the query heads of a KV head become rows of one matrix, (query, head).
         rows: Packed rows of the queries, a slice where they are adjacent, else indices [num_seqs * query_len].
-        first_slot: Slot of the first key when `gather` is None.
-        mask: Additive, [num_seqs or 1, 1, rows per head, key_len] or None when every query sees every key.
+        kept: Indices into `num_seqs * query_len` that are no repetition; None if there is none.
+        kept_rows: Packed rows of `kept`.
+        source: Where the keys come from.
+        mask: Additive, [num_seqs, 1, rows per head, key_len]; None when every query sees every key.
     """
 
     num_seqs: int
     query_len: int
-    key_len: int
     folded: bool
     rows: slice | Tensor
-    first_slot: int
-    gather: Gather | None
+    kept: Tensor | None
+    kept_rows: Tensor | None
+    source: InPlace | Gathered
     mask: Tensor | None
 
 
@@ -91,9 +135,12 @@ class CpuAttentionMetadata(AttentionMetadata):
 
 def _make_plan(meta: AttentionMetadata, key: PlanKey) -> list[Group]:
     sequences = _sequences(meta, key)
-    alone = [s for s in sequences if _runs_alone(s, len(sequences))]
-    shared = [s for s in sequences if not _runs_alone(s, len(sequences))]
-    return [_in_place_group(s, key) for s in alone] + [_gather_group(b, key) for b in _batches(shared, key)]
+    alone = [s for s in sequences if _reads_in_place(s, len(sequences))]
+    batches = _batches([s for s in sequences if not _reads_in_place(s, len(sequences))], key)
+    num_blocks = max((len(batch) * max(len(s.blocks) for s in batch) for batch in batches), default=0)
+    shape = (num_blocks, key.block_size, key.num_kv_heads, key.head_dim)
+    k, v = torch.empty(shape, dtype=key.dtype), torch.empty(shape, dtype=key.dtype)
+    return [_in_place_group(s, key) for s in alone] + [_gathered_group(b, key, k, v) for b in batches]
 
 
 def _sequences(meta: AttentionMetadata, key: PlanKey) -> list[Sequence]:
@@ -110,143 +157,125 @@ def _sequences(meta: AttentionMetadata, key: PlanKey) -> list[Sequence]:
     return sequences
 
 
-def _runs_alone(sequence: Sequence, num_seqs: int) -> bool:
+def _reads_in_place(sequence: Sequence, num_seqs: int) -> bool:
     first = sequence.blocks[0]
     if sequence.key_len < IN_PLACE_KEYS and num_seqs > 1:
         return False
     return sequence.blocks == list(range(first, first + len(sequence.blocks)))
 
 
+def _query_class(sequence: Sequence) -> int:
+    """Return the power of two at or above the query length: repeating queries costs less than more calls."""
+    return int(1 << (sequence.query_len - 1).bit_length())
+
+
 def _batches(sequences: list[Sequence], key: PlanKey) -> list[list[Sequence]]:
-    """Split into batches of one query length and like key lengths, shortest first."""
+    """Split into batches of like query and key lengths, shortest first; long queries run alone."""
     batches: list[list[Sequence]] = []
-    for sequence in sorted(sequences, key=lambda s: (s.query_len, len(s.blocks))):
+    for sequence in sorted(sequences, key=lambda s: (_query_class(s), len(s.blocks))):
         batch = batches[-1] if batches else []
-        fits = bool(batch) and batch[0].query_len == sequence.query_len
-        fits = fits and sequence.query_len <= MAX_FOLDED_QUERIES
-        fits = fits and (len(batch) + 1) * len(sequence.blocks) * key.block_size <= MAX_GATHERED_KEYS
-        fits = fits and len(sequence.blocks) * key.block_size <= 2 * batch[0].key_len + 64
-        if fits:
+        key_len = len(sequence.blocks) * key.block_size
+        if (
+            batch
+            and sequence.query_len <= MAX_FOLDED_QUERIES
+            and _query_class(sequence) == _query_class(batch[0])
+            and (len(batch) + 1) * key_len <= MAX_GATHERED_KEYS
+            and key_len <= 2 * batch[0].key_len + 64
+        ):
             batch.append(sequence)
         else:
             batches.append([sequence])
     return batches
 
 
+def _is_folded(query_len: int, key_len: int) -> bool:
+    return key_len >= MIN_FOLDED_KEYS and 1 < query_len <= MAX_FOLDED_QUERIES
+
+
 def _in_place_group(sequence: Sequence, key: PlanKey) -> Group:
-    folded = MIN_FOLDED_QUERIES <= sequence.query_len <= MAX_FOLDED_QUERIES
-    return Group(
-        num_seqs=1,
-        query_len=sequence.query_len,
-        key_len=sequence.key_len,
-        folded=folded,
-        rows=slice(sequence.first_row, sequence.first_row + sequence.query_len),
-        first_slot=sequence.blocks[0] * key.block_size,
-        gather=None,
-        mask=_mask([sequence], sequence.key_len, folded, key),
+    folded = _is_folded(sequence.query_len, sequence.key_len)
+    row = key.num_kv_heads * key.head_dim
+    source = InPlace(
+        shape=(1, key.num_kv_heads, sequence.key_len, key.head_dim),
+        strides=(sequence.key_len * row, key.head_dim, row, 1),
+        offset=sequence.blocks[0] * key.block_size * row,
     )
+    rows = slice(sequence.first_row, sequence.first_row + sequence.query_len)
+    mask = _mask([sequence], sequence.query_len, sequence.key_len, folded, key)
+    return Group(1, sequence.query_len, folded, rows, None, None, source, mask)
 
 
-def _gather_group(batch: list[Sequence], key: PlanKey) -> Group:
+def _gathered_group(batch: list[Sequence], key: PlanKey, k: Tensor, v: Tensor) -> Group:
     batch = sorted(batch, key=lambda s: s.first_row)
     num_blocks = max(len(s.blocks) for s in batch)
-    query_len, key_len = batch[0].query_len, num_blocks * key.block_size
+    query_len, key_len = max(s.query_len for s in batch), num_blocks * key.block_size
     blocks = torch.tensor([s.blocks + s.blocks[-1:] * (num_blocks - len(s.blocks)) for s in batch]).flatten()
     used = torch.arange(key_len) < torch.tensor([s.key_len for s in batch])[:, None]  # [num_seqs, key_len]
     unused = (~used).flatten().nonzero().squeeze(1)
-    folded = len(batch) > 1 or MIN_FOLDED_QUERIES <= query_len <= MAX_FOLDED_QUERIES
-    return Group(
-        num_seqs=len(batch),
-        query_len=query_len,
-        key_len=key_len,
-        folded=folded,
-        rows=_rows(batch),
-        first_slot=0,
-        gather=Gather(blocks, unused if unused.numel() else None),
-        mask=_mask(batch, key_len, folded, key),
-    )
+    shape = (len(batch), key_len, key.num_kv_heads, key.head_dim)
+    workspace = (k[: len(blocks)], v[: len(blocks)])
+    source = Gathered(blocks, unused if unused.numel() else None, *workspace, shape)
+    folded = len(batch) > 1 or _is_folded(query_len, key_len)
+    mask = _mask(batch, query_len, key_len, folded, key)
+    return Group(len(batch), query_len, folded, *_rows(batch, query_len), source, mask)
 
 
-def _rows(batch: list[Sequence]) -> slice | Tensor:
-    query_len, first_row = batch[0].query_len, batch[0].first_row
-    if all(s.first_row == first_row + i * query_len for i, s in enumerate(batch)):
-        return slice(first_row, first_row + len(batch) * query_len)
-    return (torch.tensor([s.first_row for s in batch])[:, None] + torch.arange(query_len)).flatten()
+def _rows(batch: list[Sequence], query_len: int) -> tuple[slice | Tensor, Tensor | None, Tensor | None]:
+    """Return `Group.rows`, `Group.kept` and `Group.kept_rows`."""
+    first_row = batch[0].first_row
+    if all(s.query_len == query_len and s.first_row == first_row + i * query_len for i, s in enumerate(batch)):
+        return slice(first_row, first_row + len(batch) * query_len), None, None
+    query_lens = torch.tensor([s.query_len for s in batch])[:, None]
+    query = torch.arange(query_len)
+    rows = (torch.tensor([s.first_row for s in batch])[:, None] + query.minimum(query_lens - 1)).flatten()
+    kept = (query < query_lens).flatten().nonzero().squeeze(1)
+    return (rows, None, None) if len(kept) == len(rows) else (rows, kept, rows[kept])
 
 
-def _mask(batch: list[Sequence], key_len: int, folded: bool, key: PlanKey) -> Tensor | None:
+def _mask(batch: list[Sequence], query_len: int, key_len: int, folded: bool, key: PlanKey) -> Tensor | None:
     """Return the additive mask of a call, or None if it would hide nothing."""
-    query_len = batch[0].query_len
     visible = torch.zeros(len(batch), query_len, key_len, dtype=torch.bool)
-    for row, sequence in zip(visible, batch, strict=True):
-        full = attention_mask(query_len, sequence.seq_len, key.causal, key.window, visible.device)
-        row[:, : sequence.key_len] = full[:, sequence.hidden_len :]
+    for rows, sequence in zip(visible, batch, strict=True):
+        full = attention_mask(sequence.query_len, sequence.seq_len, key.causal, key.window, visible.device)
+        rows[: sequence.query_len, : sequence.key_len] = full[:, sequence.hidden_len :]
+        rows[sequence.query_len :] = rows[sequence.query_len - 1]
     if bool(visible.all()):
         return None
     mask = torch.zeros(visible.shape, dtype=key.dtype).masked_fill_(~visible, float("-inf"))
     if folded:  # rows (query, head of the KV head)
-        mask = mask.repeat_interleave(key.queries_per_kv, dim=1)
+        mask = mask.repeat_interleave(key.num_q_heads // key.num_kv_heads, dim=1)
     return mask[:, None]
 
 
 def run_plan(plan: list[Group], q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float) -> Tensor:
     """Attend q [T, Hq, D] to the cache, call by call, and return [T, Hq, D]; rows of no sequence are 0."""
-    covered = sum(group.num_seqs * group.query_len for group in plan)
-    out = torch.empty_like(q) if covered == q.shape[0] else torch.zeros_like(q)
-    gathered = max((group.gather.blocks.numel() for group in plan if group.gather), default=0)
-    workspace_k = k_cache.new_empty(gathered, *k_cache.shape[1:]) if gathered else k_cache
-    workspace_v = v_cache.new_empty(gathered, *v_cache.shape[1:]) if gathered else v_cache
+    if len(plan) == 1 and isinstance(plan[0].rows, slice) and plan[0].rows == slice(0, q.shape[0]):
+        return _attend(plan[0], q, *plan[0].source.read(k_cache, v_cache), scale)
+    out = torch.zeros_like(q)
     for group in plan:
-        keys = _keys(group, k_cache, workspace_k)
-        values = _keys(group, v_cache, workspace_v)
-        attend = _attend_folded if group.folded else _attend_single
+        keys, values = group.source.read(k_cache, v_cache)
         if isinstance(group.rows, slice):
-            attend(group, q[group.rows], keys, values, scale, out[group.rows])
+            out[group.rows] = _attend(group, q[group.rows], keys, values, scale)
         else:
-            rows = q.index_select(0, group.rows)
-            attend(group, rows, keys, values, scale, rows)
-            out.index_copy_(0, group.rows, rows)
+            attended = _attend(group, q.index_select(0, group.rows), keys, values, scale)
+            if group.kept is None or group.kept_rows is None:
+                out.index_copy_(0, group.rows, attended)
+            else:
+                out.index_copy_(0, group.kept_rows, attended.index_select(0, group.kept))
     return out
 
 
-def _keys(group: Group, cache: Tensor, workspace_: Tensor) -> Tensor:
-    """Return the group's keys (or values), [num_seqs, key_len, Hkv, D], in place or gathered."""
-    num_kv_heads, head_dim = cache.shape[2:]
-    row = num_kv_heads * head_dim
-    shape = (group.num_seqs, group.key_len, num_kv_heads, head_dim)
-    strides = (group.key_len * row, row, head_dim, 1)
-    if group.gather is None:
-        return cache.as_strided(shape, strides, cache.storage_offset() + group.first_slot * row)
-    gathered = workspace_[: group.gather.blocks.numel()]
-    torch.index_select(cache, 0, group.gather.blocks, out=gathered)
-    if group.gather.unused is not None:
-        gathered.view(-1, row).index_fill_(0, group.gather.unused, 0.0)
-    return gathered.as_strided(shape, strides)
-
-
-def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    # The dispatcher of scaled_dot_product_attention costs 10 us a call and copies the keys of grouped queries.
+def _attend(group: Group, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Attend q [num_seqs * query_len, Hq, D] to k, v [num_seqs, Hkv, key_len, D]."""
+    if not group.folded:
+        rows = q.transpose(0, 1)[None]  # [1, Hq, query_len, D]
+        return F.scaled_dot_product_attention(rows, k, v, group.mask, scale=scale, enable_gqa=True)[0].transpose(0, 1)
+    num_seqs, num_kv_heads, _, head_dim = k.shape
+    split = (num_seqs, group.query_len, num_kv_heads, -1, head_dim)
+    rows = q.view(split).transpose(1, 2).reshape(num_seqs, num_kv_heads, -1, head_dim)
+    # Called below the dispatcher, which adds 10 us and has nothing left to choose here.
     out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
-        q, k, v, 0.0, False, attn_mask=mask, scale=scale
+        rows, k, v, 0.0, False, attn_mask=group.mask, scale=scale
     )[0]
-    return out
-
-
-def _attend_folded(group: Group, q: Tensor, k: Tensor, v: Tensor, scale: float, out_: Tensor) -> None:
-    """Attend with the query heads of a KV head as rows: q, out_ [num_seqs * n, Hq, D], k, v [num_seqs, s, Hkv, D]."""
-    num_seqs, query_len, num_kv_heads, head_dim = group.num_seqs, group.query_len, k.shape[2], k.shape[3]
-    split = (num_seqs, query_len, num_kv_heads, -1, head_dim)
-    folded = q.view(split).transpose(1, 2).reshape(num_seqs, num_kv_heads, -1, head_dim)  # rows (query, head)
-    out = _flash(folded, k.transpose(1, 2), v.transpose(1, 2), group.mask, scale)
-    out_.view(split).copy_(out.view(num_seqs, num_kv_heads, query_len, -1, head_dim).transpose(1, 2))
-
-
-def _attend_single(group: Group, q: Tensor, k: Tensor, v: Tensor, scale: float, out_: Tensor) -> None:
-    """Attend one sequence with KV heads as the batch: q, out_ [n, Hq, D], k, v [1, s, Hkv, D]."""
-    num_kv_heads, head_dim = k.shape[2:]
-    split = (group.query_len, num_kv_heads, -1, head_dim)
-    rows = q.view(split).permute(1, 2, 0, 3)  # [Hkv, Hq / Hkv, n, D]
-    queries_per_kv = rows.shape[1]
-    k, v = (x[0].transpose(0, 1)[:, None].expand(-1, queries_per_kv, -1, -1) for x in (k, v))
-    out = _flash(rows, k, v, group.mask, scale)
-    out_.view(split).copy_(out.permute(2, 0, 1, 3))
+    split = (num_seqs, num_kv_heads, group.query_len, -1, head_dim)
+    return out.view(split).transpose(1, 2).reshape(q.shape)
