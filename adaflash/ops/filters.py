@@ -109,7 +109,7 @@ def _largest(scores: Tensor, count: int) -> Tensor:
     # numpy selects and sorts ten times faster than torch on a CPU
     array = scores.numpy()
     top = np.partition(array, array.shape[1] - count)[:, array.shape[1] - count :]
-    return torch.from_numpy(np.ascontiguousarray(np.sort(top)[:, ::-1]))
+    return torch.from_numpy(np.sort(top)[:, ::-1].copy())
 
 
 def _penalise(logits: Tensor, penalties: PenaltyMetadata, column_token_ids: Tensor | None) -> Tensor:
