@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generates `adaflash/rpc/pb/` from `proto/`; `--check` fails when what is committed differs.
 
-Needs grpcio-tools==1.78.0: its generated code asks for protobuf >= 6.33, the oldest runtime we support. When it does
-not install next to your protobuf, run this file with the Python of a throwaway environment:
+Needs grpcio-tools==1.78.0: its generated code asks for protobuf >= 6.31 and grpcio >= 1.78, and newer runtimes load it.
+When it does not install next to your protobuf, run this file with the Python of a throwaway environment:
 
     python -m venv /tmp/protoc && /tmp/protoc/bin/pip install grpcio-tools==1.78.0
     /tmp/protoc/bin/python tools/gen_proto.py

@@ -56,7 +56,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Generate and print; 0 when the request ran to its end."""
-    return asyncio.run(_generate(args, prompt_from(args), params_from(args)))
+    prompt, params = prompt_from(args), params_from(args)
+    return asyncio.run(_generate(args, prompt, params))
 
 
 def prompt_from(args: argparse.Namespace) -> Prompt:
@@ -136,9 +137,10 @@ async def _server_deltas(
 async def _engine_deltas(
     config: EngineConfig, prompt: Prompt, params: SamplingParams
 ) -> AsyncGenerator[RequestOutput, None]:
-    from adaflash.cli.console import load_progress
+    from adaflash.cli.console import configure_logging, load_progress
     from adaflash.engine.async_engine import AsyncEngine
 
+    configure_logging("WARNING")
     with load_progress() as progress:
         engine = AsyncEngine(config, progress=progress)
     try:

@@ -95,6 +95,10 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         code = grpc.StatusCode.OK.name
         try:
             yield
+        except grpc.aio.InternalError as error:
+            # A write to a client that is gone; its cancellation is on its way.
+            code = grpc.StatusCode.CANCELLED.name
+            raise asyncio.CancelledError from error
         except status.EXPECTED_ERRORS as error:
             code = status.code_of(error).name
             logger.debug("call refused method=%s code=%s", method, code)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from pathlib import Path
@@ -23,8 +24,10 @@ from adaflash.rpc.service import SERVICE_NAME, GenerationService
 logger = logging.getLogger(__name__)
 
 LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
-# Time the last messages of drained streams get to reach their clients.
+# Least time the last messages of drained streams get to reach their clients.
 FLUSH_TIMEOUT_S = 2.0
+# Time the statuses of finished calls get; calls that never end by themselves, e.g. health watches, are cut after it.
+STATUS_TIMEOUT_S = 0.2
 
 
 class GrpcServer:
@@ -47,6 +50,7 @@ class GrpcServer:
         self._registry.register(EngineCollector(engine, self._model_name))
         self._metrics = RpcMetrics(self._registry, self._model_name)
         self._metrics_endpoint: MetricsEndpoint | None = None
+        self._service = GenerationService(engine, config, self._metrics, self._on_unavailable)
         self._server = self._build_server()
         self._is_serving = False
         self.port = 0
@@ -91,7 +95,10 @@ class GrpcServer:
         await self.announce_shutdown()
         deadline = time.monotonic() + self._config.shutdown_timeout_s
         finished = await self._engine.drain(self._config.shutdown_timeout_s)
-        await self.stop(max(FLUSH_TIMEOUT_S, deadline - time.monotonic()))
+        deadline = max(deadline, time.monotonic() + FLUSH_TIMEOUT_S)
+        while self._service.num_active and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        await self.stop(STATUS_TIMEOUT_S)
         return finished
 
     async def stop(self, grace_s: float = 0.0) -> None:
@@ -106,8 +113,7 @@ class GrpcServer:
         if self._config.api_key is not None:
             interceptors.append(ApiKeyInterceptor(self._config.api_key))
         server = grpc.aio.server(interceptors=interceptors, options=_channel_options(self._config))
-        service = GenerationService(self._engine, self._config, self._metrics, self._on_unavailable)
-        generate_pb2_grpc.add_GenerationServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+        generate_pb2_grpc.add_GenerationServicer_to_server(self._service, server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)

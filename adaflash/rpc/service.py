@@ -39,6 +39,9 @@ class GenerationService(generate_pb2_grpc.GenerationServicer):
         config: Limits of reply streams, and the model's name.
         metrics: Told how long requests take.
         on_unavailable: Called when the engine refuses because it is draining or has failed.
+
+    Attributes:
+        num_active: Requests whose replies are not all handed to gRPC yet.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class GenerationService(generate_pb2_grpc.GenerationServicer):
         self._config = config
         self._metrics = metrics
         self._on_unavailable = on_unavailable
+        self.num_active = 0
 
     async def Generate(self, request: pb.GenerateRequest, context: GenerateContext) -> pb.GenerateResponse:  # noqa: N802
         """Run a request to its end and reply once."""
@@ -85,6 +89,7 @@ class GenerationService(generate_pb2_grpc.GenerationServicer):
         call = convert.call_from_pb(request)
         stream = self._engine.generate(call.prompt, call.params, call.request_id or uuid.uuid4().hex)
         is_first = True
+        self.num_active += 1
         try:
             async with aclosing(cast("AsyncGenerator[RequestOutput, None]", stream)) as outputs:  # closable by contract
                 async for output in outputs:
@@ -95,4 +100,6 @@ class GenerationService(generate_pb2_grpc.GenerationServicer):
         except UnavailableError:
             await self._on_unavailable()
             raise
+        finally:
+            self.num_active -= 1
         self._metrics.request_finished(time.monotonic() - started)

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+import asyncio
+import dataclasses
+
+import grpc
+import pytest
+
+from adaflash.errors import CapacityError
+from adaflash.request import SamplingParams
+from adaflash.rpc.pb import generate_pb2 as pb
+from adaflash.rpc.pb import generate_pb2_grpc
+from adaflash.rpc.status import StreamStalledError, code_of
+from tests.fake_engine import FakeEngine
+from tests.serving import eventually, run, serving
+
+
+def test_overload_is_refused_with_a_retry_hint_and_loses_no_accepted_request():
+    async def scenario():
+        engine = FakeEngine(token_delay_s=0.01, max_num_requests=8)
+        async with serving(engine) as served:
+            params = SamplingParams(max_tokens=30)
+
+            async def one():
+                try:
+                    return await served.client.generate("a", params)
+                except CapacityError as error:
+                    return error
+
+            results = await asyncio.gather(*(one() for _ in range(80)))
+            refused = [result for result in results if isinstance(result, CapacityError)]
+            finished = [result for result in results if not isinstance(result, CapacityError)]
+            assert len(finished) == engine.num_finished >= 8
+            assert len(refused) >= 60
+            assert all(output.outputs[0].token_ids == list(range(30)) for output in finished)
+            assert {error.retry_after_s for error in refused} == {0.25}
+            await served.client.generate("a", params)
+
+    run(scenario())
+
+
+def test_a_refused_id_can_be_tried_again():
+    async def scenario():
+        async with serving(FakeEngine(token_delay_s=0.01, max_num_requests=1)) as served:
+            first = asyncio.create_task(served.client.generate("a", SamplingParams(max_tokens=10)))
+            await eventually(lambda: bool(served.engine.running))
+            with pytest.raises(CapacityError):
+                await served.client.generate("a", request_id="again")
+            await first
+            assert (await served.client.generate("a", request_id="again")).request_id == "again"
+
+    run(scenario())
+
+
+def test_a_client_that_reads_nothing_is_cut_and_disturbs_nobody():
+    async def scenario():
+        # 100 KB a token overrun the client's receive window after some tens of tokens.
+        engine = FakeEngine(token_delay_s=0.005, token_text="x" * 100_000)
+        async with (
+            serving(engine, stream_stall_timeout_s=0.3) as served,
+            grpc.aio.insecure_channel(served.address) as channel,
+        ):
+            stub = generate_pb2_grpc.GenerationStub(channel)
+            request = pb.GenerateRequest(text="a", request_id="stalled", sampling_params={"max_tokens": 4000})
+            stalled = stub.GenerateStream(request)
+            await stalled.read()
+            assert "stalled" in engine.running
+            reply = await served.client.generate("a", SamplingParams(max_tokens=10), timeout_s=2.0)
+            assert len(reply.outputs[0].token_ids) == 10
+            waited = await eventually(lambda: "stalled" not in engine.running, timeout_s=10.0)
+            assert waited > 0.1
+            assert engine.num_aborted == 1
+            with pytest.raises(grpc.aio.AioRpcError) as error_info:
+                await _read_to_the_end(stalled)
+            assert error_info.value.code() == code_of(StreamStalledError("")) == grpc.StatusCode.ABORTED
+            assert "read nothing for 0.3 s" in error_info.value.details()
+
+    run(scenario())
+
+
+async def _read_to_the_end(call) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+def test_a_client_slower_than_the_engine_gets_everything_in_fewer_messages():
+    async def scenario():
+        engine = FakeEngine(token_delay_s=0.001, token_text="x" * 20_000)
+        async with serving(engine, max_stream_buffer_bytes=10**7, stream_stall_timeout_s=5.0) as served:
+            deltas = []
+            async for delta in served.client.generate_stream("a", SamplingParams(max_tokens=1000)):
+                deltas.append(dataclasses.replace(delta, outputs=[len(delta.outputs[0].token_ids)]))
+                await asyncio.sleep(0.05 if len(deltas) < 20 else 0)
+            assert sum(delta.outputs[0] for delta in deltas) == 1000
+            assert len(deltas) < 900, "what could not be sent was merged"
+            assert deltas[-1].finished
+
+    run(scenario())

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+import subprocess
+import sys
+
+import pytest
+
+from adaflash.cli.main import COMMANDS, main
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["serve", "--max-model-lenn", "3"], "unknown flag '--max-model-lenn' (did you mean '--max-model-len'?)"),
+        (["serve", "--max-model", "3"], "unknown flag '--max-model'"),
+        (["srve"], "unknown command 'srve' (did you mean 'serve'?)"),
+        (["serve", "--max-num-seqs", "0"], "max_num_seqs=0 is invalid"),
+        (["serve", "model", "extra"], "unexpected argument 'extra'"),
+        (["serve", "--ssl-certfile", "/nowhere"], "ssl_certfile and ssl_keyfile go together"),
+        (["generate", "hi", "--temperature", "-1"], "temperature=-1.0 is invalid"),
+        (["generate", "hi", "--system", "s"], "--system has no effect without --chat"),
+        (["generate", "hi", "--address", "localhost:1", "--dtype", "float32"], "dtype has no effect with --address"),
+        (["generate", "hi", "--api-key", "k"], "have no effect without --address"),
+    ],
+)
+def test_a_usage_error_says_what_is_wrong_and_exits_with_2(argv, message, capsys):
+    assert main(argv) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["serve", "--max-num-seqs", "x"], ["serve", "--dtype", "int8"], []])
+def test_a_value_of_the_wrong_type_exits_with_2(argv, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(argv)
+    assert exit_info.value.code == 2
+
+
+def test_an_unreachable_server_exits_with_1(capsys):
+    assert main(["generate", "hi", "--address", "127.0.0.1:1"]) == 1
+    assert "adaflash: error:" in capsys.readouterr().err
+
+
+def test_help_imports_no_torch():
+    code = (
+        "import sys\n"
+        "from adaflash.cli.main import main\n"
+        "try:\n    main(sys.argv[1:])\n"
+        "except SystemExit:\n    pass\n"
+        "print([name for name in ('torch', 'grpc', 'transformers') if name in sys.modules])"
+    )
+    for argv in (["--help"], ["serve", "--help"], ["generate", "--help"], ["doctor", "--help"]):
+        result = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=True)
+        assert result.stdout.splitlines()[-1] == "[]", argv
+        assert "usage: adaflash" in result.stdout
+
+
+def test_help_lists_the_commands(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    out = capsys.readouterr().out
+    assert all(name in out for name in COMMANDS)
+
+
+def test_doctor_reports_the_cpu_backend_as_json(capsys, monkeypatch):
+    monkeypatch.setenv("ADAFLASH_API_KEY", "very-secret")
+    assert main(["doctor", "--json"]) == 0
+    out = capsys.readouterr().out
+    report = json.loads(out)
+    assert {backend["name"]: backend["problem"] for backend in report["backends"]}["cpu"] is None
+    assert report["packages"]["torch"]
+    assert "very-secret" not in out
+
+
+def test_doctor_says_why_a_backend_cannot_load(capsys, monkeypatch):
+    from adaflash.errors import BackendError
+    from adaflash.ops import registry
+
+    def refuse(device):
+        raise BackendError(f"device={device!r} cannot be loaded: no library")
+
+    monkeypatch.setattr(registry, "load_backend", refuse)
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "no library" in out
+    assert "no backend can run here" in out
