@@ -255,7 +255,7 @@ class SamplingBuilder:
         return cached
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
+        return torch.from_numpy(array.copy()).to(self._device, non_blocking=True)
 
 
 def _pad(lists: Sequence[Sequence[int]]) -> IntArray:

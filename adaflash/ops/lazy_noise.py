@@ -22,6 +22,8 @@ from adaflash.ops.noise import MAX_UNIFORM, MULTIPLIERS, WEYL, WORD_MASK, NoiseR
 _NOISE_SPAN = 25.8
 _MIN_EXPONENT = -80.0  # exp of less is subnormal, which costs ten times as much
 
+_MAX_FLOAT = float(np.finfo(np.float32).max)
+
 _Words = npt.NDArray[np.uint64]
 _Floats = npt.NDArray[np.float32]
 _Indices = npt.NDArray[np.int64]
@@ -90,7 +92,8 @@ def _leader(scores: _Floats, top: float, uniforms: _Floats, spacing: float) -> i
     ratios: _Floats = torch.div(torch.from_numpy(uniforms), weights).numpy()
     first = int(ratios.argmin())
     bound = -math.log1p(-float(uniforms[first])) / float(weights[first])
-    rivals = np.flatnonzero(ratios <= bound * (1 + 1e-4) * math.exp(2 * spacing))
+    slack = (1 + 1e-4) * math.exp(min(2 * spacing, 50.0))
+    rivals = np.flatnonzero(ratios <= np.float32(min(bound * slack, _MAX_FLOAT)))
     noise = -np.log(-np.log1p(-uniforms[rivals].astype(np.float64)))
     return int(rivals[(scores[rivals] + noise.astype(np.float32)).argmax()])
 

@@ -226,7 +226,7 @@ def _draft_probs(
 def _accept_or_replace(p: Tensor, q: Tensor, draft_token_ids: Tensor, rows: NoiseRows) -> Tensor:
     """Accept each draft with probability min(1, p / q), or draw from max(p - q, 0), [n, V] twice -> [n]."""
     p_draft, q_draft = (probs.gather(-1, draft_token_ids[:, None])[:, 0] for probs in (p, q))
-    accepted = (uniform(rows, ACCEPT_STREAM) * q_draft < p_draft) & (q_draft > 0)
+    accepted = uniform(rows, ACCEPT_STREAM) * q_draft < p_draft
     rejected = (~accepted).nonzero()[:, 0]
     if not rejected.shape[0]:
         return draft_token_ids
