@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from tests.engines import TinySetup
 from tests.tiny_drafters import TinyDrafterBuilder, write_tiny_drafter
 
 _TINY_CONFIG: dict[str, object] = {
@@ -94,3 +96,26 @@ def tiny_qwen3() -> TinyModelBuilder:
 @pytest.fixture(scope="session")
 def tiny_drafter() -> TinyDrafterBuilder:
     return write_tiny_drafter
+
+
+@pytest.fixture(scope="session")
+def tiny_setup(
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_llama: TinyModelBuilder,
+    tiny_qwen3: TinyModelBuilder,
+    tiny_drafter: TinyDrafterBuilder,
+) -> Callable[[str], TinySetup]:
+    """Builds a target of a family with a random and an all-zero drafter, both with length heads."""
+
+    @functools.cache
+    def build(family: str) -> TinySetup:
+        directory = tmp_path_factory.mktemp(family)
+        builder = {"llama": tiny_llama, "qwen3": tiny_qwen3}[family]
+        model = builder(directory / "target", logit_scale=4.0)
+        drafters = {
+            weights: tiny_drafter(directory / weights, directory / "target", length_head=True, weights=weights)
+            for weights in ("random", "zero")
+        }
+        return TinySetup(model, directory / "target", drafters)
+
+    return build

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,15 +39,21 @@ class KVCache:
     ) -> KVCache:
         """Allocate zeroed caches for `num_layers` layers."""
         shape = backend.kv_cache_shape(num_blocks, block_size, num_kv_heads, head_dim)
-        k, v = (
-            [torch.zeros(shape, dtype=dtype, device=backend.device) for _ in range(num_layers)] for _ in range(2)
-        )
+        k, v = ([_zeros(shape, dtype, backend.device) for _ in range(num_layers)] for _ in range(2))
         return KVCache(k, v, block_size)
 
     def copy_blocks(self, backend: Backend, pairs: list[tuple[int, int]]) -> None:
         """Copy blocks `(source, destination)` in every layer."""
         for k, v in zip(self.k, self.v, strict=True):
             backend.copy_blocks(k, v, pairs)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros; on a CPU their pages take memory only once they are written (`torch.zeros` writes them all)."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    buffer = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(buffer).view(dtype).view(shape)
 
 
 def kv_bytes_per_block(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

@@ -215,8 +215,8 @@ class Engine:
             if result.corrupted:
                 corrupted[request_id] = self._requests[request_id]
                 continue
-            self._commit_sample(r, result, wrote)
             touched.setdefault(request_id, []).append(self._samples[seq.key])
+            self._commit_sample(r, result, wrote)
         deltas = [self._delta(self._requests[key], samples) for key, samples in touched.items() if key not in corrupted]
         for state in corrupted.values():
             logger.error("target logits are not finite request_id=%s", state.request.request_id)
