@@ -7,7 +7,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from adaflash.request import ChatMessage, Prompt, RequestOutput, SamplingParams, SpeculationStats
@@ -71,7 +71,8 @@ class PassResult:
         return self.num_output_tokens / self.seconds
 
 
-class Spread(NamedTuple):
+@dataclass(frozen=True)
+class Spread:
     """Median and range of a figure over rounds."""
 
     median: float
@@ -105,27 +106,35 @@ class PolicySummary:
     num_cached_tokens: int
 
 
-@dataclass
-class _Active:
-    """A running request's measurements so far."""
+class RunningRequest:
+    """Collects a running request's deltas and the times at which they came.
 
-    index: int
-    submitted: float
-    token_ids: list[int] = field(default_factory=list)
-    first_token: float = 0.0
+    Args:
+        submitted: `time.perf_counter()` when the request was submitted.
+    """
+
+    def __init__(self, submitted: float) -> None:
+        self._submitted = submitted
+        self._token_ids: list[int] = []
+        self._first_token = 0.0
+        self._last: RequestOutput | None = None
 
     def take(self, delta: RequestOutput) -> None:
         """Count one delta."""
         for output in delta.outputs:
-            if output.token_ids and not self.token_ids:
-                self.first_token = time.perf_counter()
-            self.token_ids += output.token_ids
+            if output.token_ids and not self._token_ids:
+                self._first_token = time.perf_counter()
+            self._token_ids += output.token_ids
+        self._last = delta
 
-    def result(self, last: RequestOutput) -> RequestResult:
-        """Return the finished request's figures."""
+    def result(self) -> RequestResult:
+        """Return the figures of the request, which has just finished."""
+        assert self._last is not None, "a finished request had a delta"
+        assert self._last.finished, "the last delta says that the request finished"
         now = time.perf_counter()
-        ttft = (self.first_token or now) - self.submitted
-        return RequestResult(self.token_ids, ttft, now - self.submitted, last.usage.num_cached_tokens, last.speculation)
+        ttft = (self._first_token or now) - self._submitted
+        num_cached = self._last.usage.num_cached_tokens
+        return RequestResult(self._token_ids, ttft, now - self._submitted, num_cached, self._last.speculation)
 
 
 def chat_request(prompt: str, params: SamplingParams) -> BenchRequest:
@@ -142,19 +151,19 @@ def run_pass(engine: Engine, policy: str, requests: Sequence[BenchRequest], conc
     """
     engine.set_verify_policy(policy)
     waiting = deque(enumerate(requests))
-    active: dict[str, _Active] = {}
+    active: dict[str, tuple[int, RunningRequest]] = {}
     done: dict[int, RequestResult] = {}
     started = time.perf_counter()
     while waiting or active:
         while waiting and len(active) < concurrency:
             index, request = waiting.popleft()
-            submitted = time.perf_counter()
-            active[engine.add_request(request.prompt, request.params)] = _Active(index, submitted)
+            running = RunningRequest(time.perf_counter())
+            active[engine.add_request(request.prompt, request.params)] = (index, running)
         for delta in engine.step():
-            running = active[delta.request_id]
+            index, running = active[delta.request_id]
             running.take(delta)
             if delta.finished:
-                done[running.index] = running.result(delta)
+                done[index] = running.result()
                 del active[delta.request_id]
     seconds = time.perf_counter() - started
     return PassResult(policy, concurrency, seconds, [done[index] for index in range(len(requests))])
