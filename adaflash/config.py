@@ -64,7 +64,7 @@ class EngineConfig:
         verify_policy: How many drafts each request verifies; `auto` is `confidence` with a drafter, else `off`.
         num_speculative_tokens: Upper bound of drafts to verify; None is the drafter's block size - 1.
         confidence_threshold: `confidence` keeps the prefix whose cumulative confidence is at least this.
-        length_head_rate: `length_head` multiplies its prediction by this before rounding (SPEC: 1.0 serving, 1.3 paper).
+        length_head_rate: `length_head` multiplies its prediction by this before rounding (1.0 serving, 1.3 paper).
         length_head_min: Smallest candidate length (anchor included) of `length_head`.
         sampling_coupling: `gumbel` makes sampled output independent of the drafter; `rejection` only its distribution.
         strict_ops: Make a fallback to a reference op an error.
@@ -104,7 +104,9 @@ class EngineConfig:
             _require_min(name, getattr(self, name), 1)
         _require_min("num_speculative_tokens", self.num_speculative_tokens, 1)
         _require_min("seed", self.seed, 0)
-        _require(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]")
+        _require(
+            0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]"
+        )
         _require(0 <= self.confidence_threshold <= 1, "confidence_threshold", self.confidence_threshold, "in [0, 1]")
         _require(0 < self.length_head_rate <= 16, "length_head_rate", self.length_head_rate, "in (0, 16]")
         if self.num_kv_blocks is not None and self.kv_cache_memory_bytes is not None:

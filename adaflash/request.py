@@ -121,7 +121,9 @@ def check_prompt(prompt_token_ids: list[int], vocab_size: int, max_model_len: in
     """Raise RequestError unless the prompt is non-empty, in vocabulary, and leaves room for one token."""
     _check(len(prompt_token_ids) > 0, "prompt_token_ids", prompt_token_ids, "at least one token")
     length = len(prompt_token_ids)
-    _check(length < max_model_len, "prompt length", length, f"< max_model_len={max_model_len}, to leave room for output")
+    _check(
+        length < max_model_len, "prompt length", length, f"< max_model_len={max_model_len}, to leave room for output"
+    )
     _check_token_ids("prompt_token_ids", prompt_token_ids, vocab_size)
 
 
@@ -191,10 +193,10 @@ class SpeculationStats:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One sample of a request, complete or so far.
+    """One sample of a request, complete or so far; finish_reason `error`: the target's logits were not finite.
 
     `token_ids`, `logprobs` and usage count the same tokens: everything up to and including the token that
-    completed a stop string or was a stop id. `error` means the target's logits were not finite. `text` ends before the stop string unless asked otherwise.
+    completed a stop string or was a stop id. `text` ends before the stop string unless asked otherwise.
     """
 
     index: int

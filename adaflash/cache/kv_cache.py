@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device tensors of the paged KV pool, one pair per layer. Which block belongs to whom is `block_manager`'s business."""
+"""Device tensors of the paged KV pool, one pair per layer; which block belongs to whom is `block_manager`'s."""
 
 from __future__ import annotations
 

@@ -17,13 +17,13 @@ from adaflash.config import EngineConfig
 from adaflash.engine.detokenizer import Detokenizer
 from adaflash.engine.loading import LoadedEngine, load_engine, resolve_policy
 from adaflash.engine.output import SampleOutput, merge_outputs, snapshot, usage_of
+from adaflash.engine.preparation import RequestPreparer, as_params_list, as_prompt_list
 from adaflash.engine.runner import Drafts, Round, Verified
-from adaflash.engine.scheduler import DraftLimits, Schedule, ScheduledSequence, Scheduler
+from adaflash.engine.scheduler import DraftLimits, Schedule, Scheduler
 from adaflash.engine.sequence import Sequence
 from adaflash.engine.statistics import EngineCounters
 from adaflash.errors import RequestError
 from adaflash.request import (
-    ChatMessage,
     EngineInfo,
     EngineStats,
     FinishReason,
@@ -32,7 +32,6 @@ from adaflash.request import (
     RequestOutput,
     SamplingParams,
     SpeculationStats,
-    check_prompt,
 )
 from adaflash.speculative.budget import VerifyPolicy
 
@@ -84,9 +83,7 @@ class Engine:
         self.config = config
         self._loaded = loaded or load_engine(config, progress)
         self._runner = self._loaded.runner
-        self._blocks = BlockManager(
-            self._loaded.num_kv_blocks, self._loaded.block_size, config.enable_prefix_caching
-        )
+        self._blocks = BlockManager(self._loaded.num_kv_blocks, self._loaded.block_size, config.enable_prefix_caching)
         self._policy = self._make_policy(config.verify_policy)
         self._scheduler = Scheduler(
             self._blocks, config.max_num_seqs, config.max_num_batched_tokens, self._draft_limits()
@@ -95,7 +92,9 @@ class Engine:
         self._requests: dict[str, _RequestState] = {}
         self._samples: dict[int, _Sample] = {}
         self._keys = itertools.count()
-        self._request_numbers = itertools.count()
+        self._preparer = RequestPreparer(
+            self._loaded.tokenizer, self._loaded.info.vocab_size, self._loaded.max_model_len, config.seed
+        )
 
     # ---- requests --------------------------------------------------------------------------------------------
 
@@ -105,16 +104,7 @@ class Engine:
         Raises:
             RequestError: Names the field, its value and what is allowed.
         """
-        number = next(self._request_numbers)
-        request_id = request_id or f"request-{number}"
-        token_ids, text = self._tokenize(prompt)
-        params.check_vocabulary(self.info.vocab_size)
-        check_prompt(token_ids, self.info.vocab_size, self._loaded.max_model_len)
-        if params.stop_strings and self._loaded.tokenizer is None:
-            raise RequestError("stop", params.stop, "empty: this model has no tokenizer, use stop_token_ids")
-        if params.seed is None:
-            params = replace(params, seed=_mix_seed(self.config.seed, number))
-        return Request(request_id, token_ids, params, text, time.monotonic())
+        return self._preparer.prepare(prompt, params, request_id)
 
     def submit(self, request: Request) -> None:
         """Queue a prepared request.
@@ -154,10 +144,8 @@ class Engine:
             prompts: A string, a token-id list, a list of `ChatMessage`, or a list of any of these.
             params: One for all prompts, or one each; None takes the defaults.
         """
-        prompt_list = _as_prompt_list(prompts)
-        each = [params or SamplingParams()] * len(prompt_list) if not isinstance(params, SequenceOf) else list(params)
-        if len(each) != len(prompt_list):
-            raise RequestError("params", len(each), f"one, or as many as prompts ({len(prompt_list)})")
+        prompt_list = as_prompt_list(prompts)
+        each = as_params_list(params, len(prompt_list))
         requests = [self.prepare(prompt, p) for prompt, p in zip(prompt_list, each, strict=True)]
         for request in requests:
             self.submit(request)
@@ -168,6 +156,22 @@ class Engine:
                 known = replies.get(delta.request_id)
                 replies[delta.request_id] = delta if known is None else merge_outputs(known, delta)
         return [replies[request_id] for request_id in wanted]
+
+    def _new_sample(self, request: Request, index: int) -> _Sample:
+        key, params = next(self._keys), request.params
+        room = self._loaded.max_model_len - len(request.prompt_token_ids)
+        seq = Sequence(key, request, index, list(request.prompt_token_ids), min(params.max_tokens, room))
+        tokenizer = self._loaded.tokenizer
+        detokenizer = None if tokenizer is None else Detokenizer(tokenizer, params, request.prompt_token_ids)
+        eos_ids = frozenset(self._loaded.info.eos_token_ids)
+        output = SampleOutput(index, params, eos_ids, seq.max_output_tokens, detokenizer)
+        assert params.seed is not None, "prepare() resolved the seed"
+        self._runner.sampling.add(
+            key, request.prompt_token_ids, params, params.seed, index, self._loaded.info.eos_token_ids
+        )
+        sample = _Sample(seq, output)
+        self._samples[key] = sample
+        return sample
 
     # ---- the step --------------------------------------------------------------------------------------------
 
@@ -350,34 +354,6 @@ class Engine:
         """Forget every cached prefix."""
         self._blocks.reset_prefix_cache()
 
-    # ---- helpers ---------------------------------------------------------------------------------------------
-
-    def _tokenize(self, prompt: Prompt) -> tuple[list[int], str | None]:
-        if isinstance(prompt, list) and not any(isinstance(item, ChatMessage) for item in prompt):
-            return list(prompt), None  # type: ignore[arg-type]
-        tokenizer = self._loaded.tokenizer
-        if tokenizer is None:
-            raise RequestError("prompt", type(prompt).__name__, "token ids: this model has no tokenizer")
-        if isinstance(prompt, str):
-            return tokenizer.encode(prompt), prompt
-        return tokenizer.render_chat(prompt), None  # type: ignore[arg-type]
-
-    def _new_sample(self, request: Request, index: int) -> _Sample:
-        key, params = next(self._keys), request.params
-        room = self._loaded.max_model_len - len(request.prompt_token_ids)
-        seq = Sequence(key, request, index, list(request.prompt_token_ids), min(params.max_tokens, room))
-        tokenizer = self._loaded.tokenizer
-        detokenizer = None if tokenizer is None else Detokenizer(tokenizer, params, request.prompt_token_ids)
-        eos_ids = frozenset(self._loaded.info.eos_token_ids)
-        output = SampleOutput(index, params, eos_ids, seq.max_output_tokens, detokenizer)
-        assert params.seed is not None, "prepare() resolved the seed"
-        self._runner.sampling.add(
-            key, request.prompt_token_ids, params, params.seed, index, self._loaded.info.eos_token_ids
-        )
-        sample = _Sample(seq, output)
-        self._samples[key] = sample
-        return sample
-
 
 def _append(sample: _Sample, result: Verified) -> list[int]:
     """Commit tokens until the output ends; returns those committed."""
@@ -395,21 +371,3 @@ def _count_round(
     stats.num_verified_tokens += num_verified
     stats.num_accepted_tokens += num_accepted
     stats.num_emitted_tokens += len(emitted)
-
-
-def _mix_seed(engine_seed: int, number: int) -> int:
-    """Return a seed in [0, 2**63) for the engine's `number`-th request (splitmix64 finalizer)."""
-    mask = 2**64 - 1
-    z = (engine_seed * 0x9E3779B97F4A7C15 + number * 0xD1B54A32D192ED03 + 0x9E3779B97F4A7C15) & mask
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-    return (z ^ (z >> 31)) >> 1
-
-
-def _as_prompt_list(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    items = list(prompts)
-    if items and all(isinstance(item, (int, ChatMessage)) for item in items):
-        return [items]  # type: ignore[list-item]
-    return items  # type: ignore[return-value]

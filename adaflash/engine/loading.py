@@ -161,7 +161,9 @@ def resolve_policy(name: str, drafter: Drafter | None) -> str:
     if name == "auto":
         return "off" if drafter is None else "confidence"
     if name not in ("off", "fixed", "confidence", "length_head"):
-        raise ConfigError(f"verify_policy={name!r} is invalid: must be one of auto, off, fixed, confidence, length_head")
+        raise ConfigError(
+            f"verify_policy={name!r} is invalid: must be one of auto, off, fixed, confidence, length_head"
+        )
     if name != "off" and drafter is None:
         raise ConfigError(f"verify_policy={name!r} needs a drafter: give --draft, or use off")
     if name == "length_head" and (drafter is None or drafter.length_head is None):
@@ -175,7 +177,9 @@ def _size_pool(
     """Return (number of KV blocks, max_model_len)."""
     limit = target.config.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
-        raise ConfigError(f"max_model_len={config.max_model_len} is invalid: must be <= {limit}, the target's own limit")
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} is invalid: must be <= {limit}, the target's own limit"
+        )
     wanted_len = config.max_model_len or limit
     num_blocks = config.num_kv_blocks or _blocks_in_memory(config, backend, target, drafter, block_size, wanted_len)
     if num_blocks * block_size >= wanted_len:

@@ -4,7 +4,15 @@
 from __future__ import annotations
 
 from adaflash.engine.detokenizer import Detokenizer
-from adaflash.request import CompletionOutput, FinishReason, RequestOutput, SamplingParams, SpeculationStats, TokenLogprobs, Usage
+from adaflash.request import (
+    CompletionOutput,
+    FinishReason,
+    RequestOutput,
+    SamplingParams,
+    SpeculationStats,
+    TokenLogprobs,
+    Usage,
+)
 
 
 class SampleOutput:

@@ -16,6 +16,8 @@ from adaflash.ops.metadata import AttentionMetadata, NormOutput, PackedBatch
 # oneDNN chooses its packed layout for this many rows; measured best or equal from 1 to 512 rows.
 PACKED_ROWS = 32
 
+DEFAULT_KV_BYTES = 4 * 1024**3
+
 # Up to here q and k are rotated in one go: half the calls, for one more copy.
 MAX_JOINT_ROPE_ROWS = 128
 
@@ -33,6 +35,7 @@ class CpuBackend(Backend):
     """CPU backend."""
 
     name = "cpu"
+    reference_is_native = True
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> NormOutput:
         """See `Backend.rms_norm`."""
@@ -113,6 +116,10 @@ class CpuBackend(Backend):
         fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         free, total = (int(fields[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
         return MemoryInfo(free, total)
+
+    def default_kv_cache_bytes(self, utilization: float) -> int:
+        """Return at most 4 GiB: host memory is shared with everything else; pages count once they are written."""
+        return min(DEFAULT_KV_BYTES, super().default_kv_cache_bytes(utilization))
 
     def preferred_dtype(self, checkpoint_dtype: torch.dtype) -> torch.dtype:
         """Return fp32: without bf16 units, bf16 is several times slower than fp32."""

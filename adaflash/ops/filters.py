@@ -66,39 +66,48 @@ def filtered_scores(adjusted: Tensor, sampling: SamplingMetadata) -> Tensor:
     scores = adjusted / sampling.temperature.masked_fill(greedy, 1.0)[:, None]
     if sampling.top_k is None and sampling.top_p is None and sampling.min_p is None:
         return scores
-    cut = scores.new_full((scores.shape[0], 1), float("-inf"))
-    if sampling.top_k is not None:
-        cut = _top_k_cut(scores, sampling.top_k.masked_fill(greedy, 0))
-    if sampling.top_p is not None or sampling.min_p is not None:
-        weights = (scores - scores.amax(-1, keepdim=True)).exp_()  # [n, V], probabilities over the largest one
-        if sampling.top_p is not None:
-            cut = _top_p_cut(scores, weights, cut, sampling.top_p.masked_fill(greedy, 1.0))
-        if sampling.min_p is not None:
-            scores.masked_fill_(weights < sampling.min_p.masked_fill(greedy, 0.0)[:, None], float("-inf"))
+    top_k = None if sampling.top_k is None else sampling.top_k.masked_fill(greedy, 0)[:, None]
+    top_p = None if sampling.top_p is None else sampling.top_p.masked_fill(greedy, 1.0)[:, None]
+    cut = _rank_cut(scores, top_k, top_p)
+    if sampling.min_p is not None:
+        min_p = sampling.min_p.masked_fill(greedy, 0.0)[:, None]
+        cut = torch.maximum(cut, scores.amax(-1, keepdim=True) + min_p.log())
     return scores.masked_fill_(scores < cut, float("-inf"))
 
 
-def _top_k_cut(scores: Tensor, top_k: Tensor) -> Tensor:
-    """Return the k-th largest score per row, -inf for k = 0 or k >= V, [n, 1]."""
-    limited = (top_k > 0) & (top_k < scores.shape[1])
-    ranks = torch.where(limited, top_k, 1).long()[:, None]
-    kth = _largest(scores, int(ranks.max())).gather(-1, ranks - 1)
-    return kth.masked_fill_(~limited[:, None], float("-inf"))
-
-
-def _top_p_cut(scores: Tensor, weights: Tensor, cut: Tensor, top_p: Tensor) -> Tensor:
-    """Raise the cut to the smallest score of the nucleus: the fewest tokens >= cut with a mass of at least top_p."""
-    limited = top_p[:, None] < 1
-    wanted = top_p[:, None] * weights.masked_fill(scores < cut, 0.0).sum(-1, keepdim=True)
+def _rank_cut(scores: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+    """Return the smallest score that top-k [n, 1] (0: all) and then top-p [n, 1] (1: all) keep, [n, 1]."""
     num_columns = scores.shape[1]
-    for count in (_NUM_LEADING, num_columns):
-        leading = _largest(scores, min(count, num_columns))
-        mass = (leading - leading[:, :1]).exp_().masked_fill_(leading < cut, 0.0)
-        reached = mass.cumsum(-1)
-        inside = (reached - mass < wanted) & (leading >= cut)
-        nucleus = leading.gather(-1, inside.sum(-1, keepdim=True).clamp_(min=1) - 1)
-        if count >= num_columns or bool(((reached[:, -1:] >= wanted) | ~limited).all()):
-            break
+    cut = scores.new_full((scores.shape[0], 1), float("-inf"))
+    if top_k is None and top_p is None:
+        return cut
+    count = 1
+    if top_k is not None:
+        limited = (top_k > 0) & (top_k < num_columns)
+        ranks = torch.where(limited, top_k, 1).long()
+        count = int(ranks.max()) if ranks.shape[0] else 1
+    if top_p is not None:
+        count = max(count, _NUM_LEADING)
+    leading = _largest(scores, min(count, num_columns))  # [n, count], descending
+    if top_k is not None:
+        cut = torch.where(limited, leading.gather(-1, ranks - 1), cut)
+    return cut if top_p is None else _nucleus_cut(scores, leading, cut, top_p)
+
+
+def _nucleus_cut(scores: Tensor, leading: Tensor, cut: Tensor, top_p: Tensor) -> Tensor:
+    """Raise the cut to the smallest score of the nucleus: the fewest tokens >= cut with a mass of at least top_p."""
+    limited, top = top_p < 1, leading[:, :1]
+    mass = (leading - top).exp_().masked_fill_(leading < cut, 0.0)  # probabilities over the largest one
+    reached = mass.cumsum(-1)
+    total = reached[:, -1:]
+    partial = limited & (leading[:, -1:] >= cut) if leading.shape[1] < scores.shape[1] else torch.zeros_like(limited)
+    if bool(partial.any()):
+        kept_mass = (scores - top).exp_().masked_fill_(scores < cut, 0.0).sum(-1, keepdim=True)
+        total = torch.where(partial, kept_mass, total)
+        if bool((partial & (reached[:, -1:] < top_p * total)).any()):
+            return _nucleus_cut(scores, _largest(scores, scores.shape[1]), cut, top_p)
+    inside = (reached - mass < top_p * total) & (leading >= cut)
+    nucleus = leading.gather(-1, inside.sum(-1, keepdim=True).clamp_(min=1) - 1)
     return torch.where(limited, torch.maximum(nucleus, cut), cut)
 
 
@@ -123,13 +132,15 @@ def _penalise(logits: Tensor, penalties: PenaltyMetadata, column_token_ids: Tens
     in_prompt = penalties.prompt_mask[slot]
     if column_token_ids is not None:
         counts, in_prompt = counts[:, column_token_ids], in_prompt[:, column_token_ids]
+    seen = (in_prompt | (counts > 0)).any(0).nonzero()[:, 0]  # [n] columns that some row penalises
+    counts, in_prompt = counts[:, seen], in_prompt[:, seen]
     repetition = penalties.repetition[rows][:, None]
-    x = logits[rows]
+    x = logits[rows[:, None], seen]
     repeated = torch.where(x > 0, x / repetition, x * repetition)
     x = torch.where(in_prompt | (counts > 0), repeated, x)
     x = x - penalties.frequency[rows][:, None] * counts
     x = x - penalties.presence[rows][:, None] * (counts > 0)
-    return logits.index_copy(0, rows, x)
+    return logits.index_put((rows[:, None], seen), x)
 
 
 def _find_columns(token_ids: Tensor, column_token_ids: Tensor) -> tuple[Tensor, Tensor]:

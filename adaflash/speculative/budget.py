@@ -61,7 +61,7 @@ class VerifyPolicy:
         return kept
 
     def _by_ratio(self, ratio: float, cap: int) -> int:
-        """candidate = clamp(round(ratio * W * rate), min, W), anchor included (AdaFlash serving rule)."""
+        """Candidate = clamp(round(ratio * W * rate), min, W), anchor included (AdaFlash serving rule)."""
         width = self.draft_block_size
         candidate = round(ratio * width * self.length_head_rate)
         return min(max(candidate, self.length_head_min, 1), width, cap + 1) - 1

@@ -100,7 +100,12 @@ def test_kv_exhaustion_and_tiny_steps_change_no_token(
 
 
 SAMPLED = SamplingParams(
-    temperature=0.8, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2, max_tokens=MAX_TOKENS
+    temperature=0.8,
+    top_p=0.9,
+    repetition_penalty=1.2,
+    presence_penalty=0.3,
+    frequency_penalty=0.2,
+    max_tokens=MAX_TOKENS,
 )
 
 
@@ -112,7 +117,9 @@ def test_sampled_output_equals_plain_decoding_per_seed(
     prompts = PROMPTS[:60]
     params = [replace(SAMPLED, seed=seed, n=1 + seed % 3, logit_bias={5: 2.0}, min_tokens=4) for seed in range(60)]
     plain = run_all(tiny_engine(setup, None, EngineConfig(num_kv_blocks=300)), prompts, params)
-    config = EngineConfig(verify_policy=policy, max_num_seqs=16, num_kv_blocks=300, confidence_threshold=CONFIDENCE_THRESHOLD)
+    config = EngineConfig(
+        verify_policy=policy, max_num_seqs=16, num_kv_blocks=300, confidence_threshold=CONFIDENCE_THRESHOLD
+    )
     engine = _engine(setup, expected, drafter, config)
     outputs = run_all(engine, prompts, params)
     assert [[o.token_ids for o in r.outputs] for r in outputs] == [[o.token_ids for o in r.outputs] for r in plain]

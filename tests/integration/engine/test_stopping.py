@@ -85,9 +85,7 @@ def test_length_limit_at_every_offset(plain: Engine, speculative: Engine, max_to
 
 @pytest.mark.parametrize("offset", range(9))
 @pytest.mark.parametrize("by", ["stop_token_ids", "stop", "stop_included"])
-def test_stop_at_every_offset(
-    plain: Engine, speculative: Engine, tokenizer: Tokenizer, offset: int, by: str
-) -> None:
+def test_stop_at_every_offset(plain: Engine, speculative: Engine, tokenizer: Tokenizer, offset: int, by: str) -> None:
     """Each prompt stops at what plain decoding emits at `offset`, by id or by text."""
     base = run_all(plain, PROMPTS, PARAMS)
     each = []
@@ -116,9 +114,7 @@ def test_min_tokens_bans_stop_ids_inside_a_block(plain: Engine, speculative: Eng
 
 
 @pytest.mark.parametrize("after", range(6))
-def test_abort_at_every_step_returns_a_prefix_of_plain_decoding(
-    plain: Engine, speculative: Engine, after: int
-) -> None:
+def test_abort_at_every_step_returns_a_prefix_of_plain_decoding(plain: Engine, speculative: Engine, after: int) -> None:
     want = run_all(plain, PROMPTS[:1], PARAMS)[0].outputs[0]
     request_id = speculative.add_request(PROMPTS[0], PARAMS)
     token_ids: list[int] = []
