@@ -85,7 +85,7 @@ def _rank_cut(scores: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Ten
     if top_k is not None:
         limited = (top_k > 0) & (top_k < num_columns)
         ranks = torch.where(limited, top_k, 1).long()
-        count = int(ranks.max()) if ranks.shape[0] else 1
+        count = int(ranks.max()) + 1 if ranks.shape[0] else 1
     if top_p is not None:
         count = max(count, _NUM_LEADING)
     leading = _largest(scores, min(count, num_columns))  # [n, count], descending
@@ -104,10 +104,12 @@ def _nucleus_cut(scores: Tensor, leading: Tensor, cut: Tensor, top_p: Tensor) ->
     if bool(partial.any()):
         kept_mass = (scores - top).exp_().masked_fill_(scores < cut, 0.0).sum(-1, keepdim=True)
         total = torch.where(partial, kept_mass, total)
-        if bool((partial & (reached[:, -1:] < top_p * total)).any()):
-            return _nucleus_cut(scores, _largest(scores, scores.shape[1]), cut, top_p)
     inside = (reached - mass < top_p * total) & (leading >= cut)
     nucleus = leading.gather(-1, inside.sum(-1, keepdim=True).clamp_(min=1) - 1)
+    short = (partial & (reached[:, -1:] < top_p * total))[:, 0].nonzero()[:, 0]  # rows whose nucleus is wider
+    if short.shape[0]:
+        wide = scores[short]
+        nucleus[short] = _nucleus_cut(wide, _largest(wide, scores.shape[1]), cut[short], top_p[short])
     return torch.where(limited, torch.maximum(nucleus, cut), cut)
 
 
