@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from adaflash.ops.metadata import AttentionMetadata
-from adaflash.ops.reference import attention_mask
 
 # Measured (docs/adr/0002-cpu-backend.md): from here on a call of its own costs less than gathering the keys.
 IN_PLACE_KEYS = 384
@@ -39,18 +38,18 @@ class PlanKey(NamedTuple):
 
 @dataclass(frozen=True)
 class InPlace:
-    """Keys of one sequence read where they are: arguments of `as_strided` to [1, Hkv, key_len, D]."""
+    """Keys of one sequence read where they are: how to view a cache as [1, Hkv, key_len, D]."""
 
     shape: tuple[int, int, int, int]
     strides: tuple[int, int, int, int]
     offset: int
 
     def read(self, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values, views of the cache."""
-        return (
-            k_cache.as_strided(self.shape, self.strides, self.offset),
-            v_cache.as_strided(self.shape, self.strides, self.offset),
-        )
+        """Return keys and values, views of the caches."""
+        return self._view(k_cache), self._view(v_cache)
+
+    def _view(self, cache: Tensor) -> Tensor:
+        return cache.as_strided(self.shape, self.strides, cache.storage_offset() + self.offset)
 
 
 @dataclass(frozen=True)
@@ -105,8 +104,8 @@ class Group:
     mask: Tensor | None
 
 
-class Sequence(NamedTuple):
-    """One sequence with queries: `seq_len` keys, of which the first `hidden_len` are outside every window."""
+class SequenceSpan(NamedTuple):
+    """One sequence with queries: `seq_len` keys, of which the first `hidden_len`, whole blocks, no query sees."""
 
     first_row: int
     query_len: int
@@ -116,7 +115,7 @@ class Sequence(NamedTuple):
 
     @property
     def key_len(self) -> int:
-        """Keys from the first visible block's start."""
+        """Number of keys that are read."""
         return self.seq_len - self.hidden_len
 
 
@@ -143,7 +142,7 @@ def _make_plan(meta: AttentionMetadata, key: PlanKey) -> list[Group]:
     return [_in_place_group(s, key) for s in alone] + [_gathered_group(b, key, k, v) for b in batches]
 
 
-def _sequences(meta: AttentionMetadata, key: PlanKey) -> list[Sequence]:
+def _sequences(meta: AttentionMetadata, key: PlanKey) -> list[SequenceSpan]:
     sequences, first_row = [], 0
     lengths = zip(meta.query_lens_cpu, meta.seq_lens_cpu, meta.block_tables_cpu, strict=True)
     for query_len, seq_len, table in lengths:
@@ -152,26 +151,26 @@ def _sequences(meta: AttentionMetadata, key: PlanKey) -> list[Sequence]:
             first_block, end_block = out_of_window // key.block_size, -(-seq_len // key.block_size)
             hidden_len = first_block * key.block_size
             blocks = table[first_block:end_block]
-            sequences.append(Sequence(first_row, query_len, seq_len, hidden_len, blocks))
+            sequences.append(SequenceSpan(first_row, query_len, seq_len, hidden_len, blocks))
         first_row += query_len
     return sequences
 
 
-def _reads_in_place(sequence: Sequence, num_seqs: int) -> bool:
+def _reads_in_place(sequence: SequenceSpan, num_seqs: int) -> bool:
     first = sequence.blocks[0]
     if sequence.key_len < IN_PLACE_KEYS and num_seqs > 1:
         return False
     return sequence.blocks == list(range(first, first + len(sequence.blocks)))
 
 
-def _query_class(sequence: Sequence) -> int:
+def _query_class(sequence: SequenceSpan) -> int:
     """Return the power of two at or above the query length: repeating queries costs less than more calls."""
     return int(1 << (sequence.query_len - 1).bit_length())
 
 
-def _batches(sequences: list[Sequence], key: PlanKey) -> list[list[Sequence]]:
+def _batches(sequences: list[SequenceSpan], key: PlanKey) -> list[list[SequenceSpan]]:
     """Split into batches of like query and key lengths, shortest first; long queries run alone."""
-    batches: list[list[Sequence]] = []
+    batches: list[list[SequenceSpan]] = []
     for sequence in sorted(sequences, key=lambda s: (_query_class(s), len(s.blocks))):
         batch = batches[-1] if batches else []
         key_len = len(sequence.blocks) * key.block_size
@@ -192,7 +191,7 @@ def _is_folded(query_len: int, key_len: int) -> bool:
     return key_len >= MIN_FOLDED_KEYS and 1 < query_len <= MAX_FOLDED_QUERIES
 
 
-def _in_place_group(sequence: Sequence, key: PlanKey) -> Group:
+def _in_place_group(sequence: SequenceSpan, key: PlanKey) -> Group:
     folded = _is_folded(sequence.query_len, sequence.key_len)
     row = key.num_kv_heads * key.head_dim
     source = InPlace(
@@ -205,7 +204,7 @@ def _in_place_group(sequence: Sequence, key: PlanKey) -> Group:
     return Group(1, sequence.query_len, folded, rows, None, None, source, mask)
 
 
-def _gathered_group(batch: list[Sequence], key: PlanKey, k: Tensor, v: Tensor) -> Group:
+def _gathered_group(batch: list[SequenceSpan], key: PlanKey, k: Tensor, v: Tensor) -> Group:
     batch = sorted(batch, key=lambda s: s.first_row)
     num_blocks = max(len(s.blocks) for s in batch)
     query_len, key_len = max(s.query_len for s in batch), num_blocks * key.block_size
@@ -220,7 +219,7 @@ def _gathered_group(batch: list[Sequence], key: PlanKey, k: Tensor, v: Tensor) -
     return Group(len(batch), query_len, folded, *_rows(batch, query_len), source, mask)
 
 
-def _rows(batch: list[Sequence], query_len: int) -> tuple[slice | Tensor, Tensor | None, Tensor | None]:
+def _rows(batch: list[SequenceSpan], query_len: int) -> tuple[slice | Tensor, Tensor | None, Tensor | None]:
     """Return `Group.rows`, `Group.kept` and `Group.kept_rows`."""
     first_row = batch[0].first_row
     if all(s.query_len == query_len and s.first_row == first_row + i * query_len for i, s in enumerate(batch)):
@@ -232,16 +231,21 @@ def _rows(batch: list[Sequence], query_len: int) -> tuple[slice | Tensor, Tensor
     return (rows, None, None) if len(kept) == len(rows) else (rows, kept, rows[kept])
 
 
-def _mask(batch: list[Sequence], query_len: int, key_len: int, folded: bool, key: PlanKey) -> Tensor | None:
+def _mask(batch: list[SequenceSpan], query_len: int, key_len: int, folded: bool, key: PlanKey) -> Tensor | None:
     """Return the additive mask of a call, or None if it would hide nothing."""
-    visible = torch.zeros(len(batch), query_len, key_len, dtype=torch.bool)
-    for rows, sequence in zip(visible, batch, strict=True):
-        full = attention_mask(sequence.query_len, sequence.seq_len, key.causal, key.window, visible.device)
-        rows[: sequence.query_len, : sequence.key_len] = full[:, sequence.hidden_len :]
-        rows[sequence.query_len :] = rows[sequence.query_len - 1]
-    if bool(visible.all()):
+    sees_all = key.window is None and (query_len == 1 or not key.causal)
+    if sees_all and all(s.key_len == key_len for s in batch):
         return None
-    mask = torch.zeros(visible.shape, dtype=key.dtype).masked_fill_(~visible, float("-inf"))
+    key_lens, query_lens = torch.tensor([(s.key_len, s.query_len) for s in batch])[:, None].unbind(-1)  # [num_seqs, 1]
+    query = torch.arange(query_len).minimum(query_lens - 1)
+    query_pos = (key_lens - query_lens + query)[:, :, None]  # [num_seqs, query_len, 1]
+    key_pos = torch.arange(key_len)
+    hidden = key_pos >= key_lens[:, :, None]
+    if key.causal:
+        hidden = hidden | (key_pos > query_pos)
+    if key.window is not None:
+        hidden = hidden | (key_pos <= query_pos - key.window)
+    mask = torch.zeros(len(batch), query_len, key_len, dtype=key.dtype).masked_fill_(hidden, float("-inf"))
     if folded:  # rows (query, head of the KV head)
         mask = mask.repeat_interleave(key.num_q_heads // key.num_kv_heads, dim=1)
     return mask[:, None]

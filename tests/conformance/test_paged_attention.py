@@ -107,6 +107,15 @@ def test_one_metadata_serves_layers_and_masks_of_every_kind(backend, reference, 
             assert_close(actual, layer.attend(reference, causal, window))
 
 
+@pytest.mark.parametrize("lengths", [([1], [600]), ([1, 4], [20, 40])])
+def test_caches_may_be_slices_of_one_allocation(lengths, backend, reference, paged_case, assert_close):
+    case = paged_case(*lengths, shuffled=False)
+    pool = torch.stack(case.caches(backend))
+    meta = backend.attention_metadata(case.batch(backend.device))
+    scale = case.heads.head_dim**-0.5
+    assert_close(backend.paged_attention(case.q.to(backend.device), *pool, meta, scale, True), case.attend(reference))
+
+
 def test_scale_multiplies_the_scores(backend, reference, paged_case, assert_close):
     case = paged_case([1, 3], [20, 40])
     outputs = []
