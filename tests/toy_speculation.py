@@ -67,7 +67,8 @@ class Filters:
                 kept[token], mass = probs[token], mass + probs[token]
             probs = kept
         probs = np.where(probs >= self.min_p * probs.max(), probs, 0)
-        return probs / probs.sum()
+        result: np.ndarray = probs / probs.sum()
+        return result
 
 
 def confident_prefix(q: Tensor, drafts: Tensor) -> Tensor:
@@ -145,8 +146,7 @@ class ToyModel:
         steps = torch.arange(NUM_DRAFTS + 1, device=self.device)
         seed, length = seeds[active], lengths_[active]
         index = length[:, None] + steps  # [n, K + 1] output index of each row
-        anchor = tokens_[active, length + 1]
-        draft_logits = self.drafter[anchor]  # [n, K, Vd]
+        draft_logits = self.drafter[tokens_[active, length + 1]]  # [n, K, Vd]
         draft_rows = filters.rows(seed.repeat_interleave(NUM_DRAFTS), index[:, :-1].flatten(), self.column_token_ids)
         columns = backend.sample(draft_logits.flatten(0, 1), draft_rows).view(-1, NUM_DRAFTS)
         drafts = columns if self.column_token_ids is None else self.column_token_ids[columns]

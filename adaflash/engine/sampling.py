@@ -96,12 +96,7 @@ class SamplingBuilder:
             eos_ids: The model's own stop ids.
         """
         assert seq_key not in self._seats, f"sequence {seq_key} is already registered"
-        if not self._free_seats:
-            size = len(self._constants)
-            self._constants = np.concatenate([self._constants, np.zeros(size, dtype=_CONSTANTS)])
-            self._free_seats = list(range(2 * size - 1, size - 1, -1))
-        seat = self._free_seats.pop()
-        self._seats[seq_key] = seat
+        seat = self._seats[seq_key] = self._take_seat()
         temperature = params.temperature if params.temperature >= MIN_TEMPERATURE else 0.0
         slot = self._penalties.acquire(seq_key, prompt_ids) if params.has_penalties else -1
         self._constants[seat] = (
@@ -118,6 +113,13 @@ class SamplingBuilder:
         )
         self._num_sampled += temperature > 0
         self._biases.add(seat, params, eos_ids)
+
+    def _take_seat(self) -> int:
+        if not self._free_seats:
+            size = len(self._constants)
+            self._constants = np.concatenate([self._constants, np.zeros(size, dtype=_CONSTANTS)])
+            self._free_seats = list(range(2 * size - 1, size - 1, -1))
+        return self._free_seats.pop()
 
     def commit(self, seq_key: int, new_token_ids: Sequence[int]) -> None:
         """Count tokens that became part of the sequence's output."""

@@ -22,6 +22,7 @@ from adaflash.ops.noise import MAX_UNIFORM, MULTIPLIERS, WEYL, WORD_MASK, NoiseR
 _NOISE_SPAN = 25.8
 _MIN_EXPONENT = -80.0  # exp of less is subnormal, which costs ten times as much
 
+_MAX_FEW = 2048  # tokens in reach up to which rows share their calls
 _MAX_FLOAT = float(np.finfo(np.float32).max)
 
 _Words = npt.NDArray[np.uint64]
@@ -31,15 +32,6 @@ _Indices = npt.NDArray[np.int64]
 _SHIFT = np.uint64(32)
 _LOW = np.uint64(WORD_MASK)
 _M0, _M1 = (np.uint64(multiplier) for multiplier in MULTIPLIERS)
-
-
-class _Counter(NamedTuple):
-    """Key and counter words of one row, the token's own word aside."""
-
-    seed: int
-    output_index: int
-    sample_index: int
-    stream: int
 
 
 class _Columns(NamedTuple):
@@ -62,28 +54,53 @@ def lazy_argmax(scores: Tensor, rows: NoiseRows, stream: int, token_ids: Tensor 
         stream: Which of the noise streams.
         token_ids: [V] token id of each column, or None when columns are token ids.
     """
-    num_columns = scores.shape[1]
     ids = None if token_ids is None else token_ids.numpy()
-    columns = _all_columns(num_columns) if ids is None else _columns_of(ids)
-    picks = []
-    keys = zip(rows.seed.tolist(), rows.output_index.tolist(), rows.sample_index.tolist(), strict=True)
-    for row, (seed, output_index, sample_index) in zip(scores, keys, strict=True):
-        picks.append(_row_argmax(row, _Counter(seed, output_index, sample_index, stream), columns, ids))
-    return torch.tensor(picks, dtype=torch.int64)
+    columns = _all_columns(scores.shape[1]) if ids is None else _columns_of(ids)
+    counters = _counters(rows, stream)
+    picks = np.empty(scores.shape[0], dtype=np.int64)
+    few: list[tuple[int, _Indices]] = []  # rows with few tokens in reach, and those
+    for r, row in enumerate(scores.numpy()):
+        top = float(row.max())
+        if not math.isfinite(top):
+            picks[r] = row.argmax()
+            continue
+        spacing = float(np.spacing(np.float32(abs(top) + 32)))  # of the fp32 sums compared in the end
+        in_reach = row >= top - _NOISE_SPAN - 2 * spacing
+        num_in_reach = np.count_nonzero(in_reach)
+        if num_in_reach <= _MAX_FEW:
+            few.append((r, np.flatnonzero(in_reach)))
+        elif 8 * num_in_reach > row.size:
+            picks[r] = _leader(row, top, _uniforms(counters[:, r], columns), spacing)
+        else:
+            kept = np.flatnonzero(in_reach)
+            kept_columns = _columns_of(kept if ids is None else ids[kept])
+            picks[r] = kept[_leader(row[kept], top, _uniforms(counters[:, r], kept_columns), spacing)]
+    if few:
+        picks[[r for r, _ in few]] = _few_argmax(scores.numpy(), few, counters, ids)
+    return torch.from_numpy(picks)
 
 
-def _row_argmax(row: Tensor, counter: _Counter, columns: _Columns, ids: _Indices | None) -> int:
-    scores: _Floats = row.numpy()
-    top = float(scores.max())
-    if not math.isfinite(top):
-        return int(scores.argmax())
-    spacing = float(np.spacing(np.float32(abs(top) + 32)))  # of the fp32 sums compared in the end
-    in_reach = scores >= top - _NOISE_SPAN - 2 * spacing
-    if 8 * np.count_nonzero(in_reach) > scores.size:
-        return _leader(scores, top, _uniforms(counter, columns), spacing)
-    kept = np.flatnonzero(in_reach)
-    kept_columns = _columns_of(kept if ids is None else ids[kept])
-    return int(kept[_leader(scores[kept], top, _uniforms(counter, kept_columns), spacing)])
+def _counters(rows: NoiseRows, stream: int) -> _Words:
+    """Return the key's two words, output index, sample index and stream of every row, [5, n]."""
+    seed, sample_index, output_index = (key.numpy().astype(np.uint64) for key in rows)
+    return np.stack([seed & _LOW, seed >> _SHIFT, output_index, sample_index, np.full_like(seed, stream)])
+
+
+def _few_argmax(
+    scores: _Floats, few: list[tuple[int, _Indices]], counters: _Words, ids: _Indices | None
+) -> list[np.int64]:
+    """Return argmax(scores + noise) over the given columns of the given rows: all their noise in one go."""
+    sizes = [len(kept) for _, kept in few]
+    row_of = np.repeat([r for r, _ in few], sizes)  # [N]
+    column_of = np.concatenate([kept for _, kept in few])
+    tokens = column_of if ids is None else ids[column_of]
+    words = _philox(counters[:, row_of], (tokens >> 2).astype(np.uint64))
+    bits = np.choose(tokens & 3, words).astype(np.float32)
+    uniforms = np.minimum((bits + np.float32(0.5)) * np.float32(2.0**-32), np.float32(MAX_UNIFORM))
+    sums = scores[row_of, column_of] + _noise(uniforms)
+    ends = np.cumsum(sizes)
+    segments = zip(ends - sizes, ends, strict=True)
+    return [column_of[start + sums[start:end].argmax()] for start, end in segments]
 
 
 def _leader(scores: _Floats, top: float, uniforms: _Floats, spacing: float) -> int:
@@ -94,8 +111,12 @@ def _leader(scores: _Floats, top: float, uniforms: _Floats, spacing: float) -> i
     bound = -math.log1p(-float(uniforms[first])) / float(weights[first])
     slack = (1 + 1e-4) * math.exp(min(2 * spacing, 50.0))
     rivals = np.flatnonzero(ratios <= np.float32(min(bound * slack, _MAX_FLOAT)))
-    noise = -np.log(-np.log1p(-uniforms[rivals].astype(np.float64)))
-    return int(rivals[(scores[rivals] + noise.astype(np.float32)).argmax()])
+    return int(rivals[(scores[rivals] + _noise(uniforms[rivals])).argmax()])
+
+
+def _noise(uniforms: _Floats) -> _Floats:
+    noise: _Floats = -np.log(-np.log1p(-uniforms.astype(np.float64))).astype(np.float32)
+    return noise
 
 
 def _all_columns(num_columns: int) -> _Columns:
@@ -112,7 +133,7 @@ def _columns_of(ids: _Indices) -> _Columns:
     return _Columns(groups[starts].astype(np.uint64), positions, len(ids))
 
 
-def _uniforms(counter: _Counter, columns: _Columns) -> _Floats:
+def _uniforms(counter: _Words, columns: _Columns) -> _Floats:
     """Return w of each column, as `noise` defines it."""
     uniforms = np.empty((len(columns.groups), 4), dtype=np.float32)
     for lane, words in enumerate(_philox(counter, columns.groups)):
@@ -124,15 +145,13 @@ def _uniforms(counter: _Counter, columns: _Columns) -> _Floats:
     return flat[: columns.num_columns] if columns.positions is None else flat[columns.positions]
 
 
-def _philox(counter: _Counter, groups: _Words) -> tuple[_Words, _Words, _Words, _Words]:
-    """Return `noise.philox` for counters (groups, output_index, sample_index, stream); scalars until they mix."""
-    keys = counter.seed & WORD_MASK, counter.seed >> 32
-    c0, c1, c2, c3 = groups, *(np.uint64(word) for word in counter[1:])
+def _philox(counter: _Words, groups: _Words) -> tuple[_Words, _Words, _Words, _Words]:
+    """Return `noise.philox` of groups [G] under one counter [5], scalars until they mix, or one each [5, G]."""
+    c0, c1, c2, c3 = groups, *counter[2:]
     spare0, spare1 = np.empty_like(groups), np.empty_like(groups)
     for step in range(10):
-        k0 = np.uint64((keys[0] + step * WEYL[0]) & WORD_MASK)
-        k1 = np.uint64((keys[1] + step * WEYL[1]) & WORD_MASK)
-        if step < 3:  # some of the words are scalars
+        k0, k1 = ((counter[i] + np.uint64(step * WEYL[i])) & _LOW for i in (0, 1))
+        if step < 3:  # some of the words may be scalars
             p0, p1 = c0 * _M0, c2 * _M1
             c0, c1, c2, c3 = (p1 >> _SHIFT) ^ (c1 ^ k0), p1 & _LOW, (p0 >> _SHIFT) ^ (c3 ^ k1), p0 & _LOW
             continue

@@ -49,7 +49,7 @@ def sample(logits: Tensor, sampling: SamplingMetadata) -> Tensor:
     if sampling.all_greedy and sampling.penalties is None and sampling.bias is None:
         return _argmax(logits)
     parts: list[Tensor] = []
-    for rows in _row_chunks(logits.shape[0], logits, sampling.all_greedy):
+    for rows in _row_chunks(logits.shape[0], logits):
         part = select_rows(sampling, rows)
         adjusted = adjusted_logits(logits[int(rows[0]) : int(rows[-1]) + 1], part)
         parts.append(_argmax(adjusted) if part.all_greedy else _draw(adjusted, part))
@@ -61,9 +61,9 @@ def corrupted_rows(logits: Tensor) -> Tensor:
     return ~torch.isfinite(logits.amax(-1))
 
 
-def _row_chunks(num_rows: int, logits: Tensor, all_greedy: bool) -> Iterator[Tensor]:
+def _row_chunks(num_rows: int, logits: Tensor) -> Iterator[Tensor]:
     """Yield 0 .. num_rows - 1 in pieces small enough for a CPU's cache, or for a fair share of a device's memory."""
-    budget = 2**23 if logits.device.type != "cpu" else 2**19 if all_greedy else 2**16
+    budget = 2**19 if logits.device.type == "cpu" else 2**23
     size = max(1, budget // max(logits.shape[1], 1))
     for start in range(0, num_rows, size):
         yield torch.arange(start, min(start + size, num_rows), device=logits.device)
@@ -117,19 +117,7 @@ def verify_drafts(
     Coupling `gumbel` (no `draft_logits`): the token of a row is a function of the target's logits and of the noise
     (seed, sample, output index); drafts and verify lengths only decide how many rows are emitted at once.
 
-    Coupling `rejection`: let y_i be the emitted token at output index i, g_i, u_i, h_i the noise of streams 0, 1, 2 at
-    i, and F_i what the noise at indexes < i determines. Claim: P(y_i = v | F_i) = p_i(v), p_i given y_<i, although a
-    draft at i may have been drawn from the same g_i in several rounds. By induction y_<i, the last round start a <= i,
-    and whether i is verified in that round are F_i-measurable: the round drafts x_k from q_k and g_k; q_k depends on
-    y_<a and at most on x_a .. x_(k-1), and so does the decision to verify k. Index i is decided once, in the one round
-    that accepts all of a .. i-1, by (g_i, u_i, h_i), which is independent of F_i: verified, x_i ~ q_i is accepted if
-    u_i q_i(x_i) < p_i(x_i), else h_i draws from max(p_i - q_i, 0); not verified, g_i draws from p_i; both have law p_i.
-    Drafts at i in earlier rounds reveal g_i to nobody: they were behind a rejection or not verified, hence not read by
-    anything F_i contains. The proof fails, and the output is biased, once something decided before y_i reads a draft
-    at k >= i: verify position k by the draft's own probability, or learn from drafts behind a rejection.
-    Requests with equal seeds share noise: each has the right law as long as it does not steer the other's lengths.
-    Drafts must have been drawn by `sample` from `draft_logits` (-inf on ids the drafter may not propose) under the
-    same temperature, filters, bias and committed counts as the rows here, without draft prefix.
+    Coupling `rejection`: the emitted tokens follow the target's law; see `_decide_rejection`.
     """
     if draft_logits is not None and not sampling.all_greedy:
 
@@ -141,13 +129,21 @@ def verify_drafts(
         def decide(wave: _Wave) -> Tensor:
             return sample_op(target_logits[wave.rows], select_rows(sampling, wave.rows))
 
-    else:
-        tokens = sample_op(target_logits, sampling)  # one kernel and no synchronisation, at the price of unused rows
-
-        def decide(wave: _Wave) -> Tensor:
-            return tokens[wave.rows]
-
+    else:  # one call and no synchronisation, at the price of rows behind a rejection
+        return _accept_matches(sample_op(target_logits, sampling), draft_token_ids, meta)
     return _verify_in_waves(draft_token_ids, meta, decide)
+
+
+def _accept_matches(tokens: Tensor, draft_token_ids: Tensor, meta: VerifyMetadata) -> VerifyOutput:
+    """Accept the leading drafts that equal the tokens [R] decided for their rows."""
+    width = max(meta.num_drafts_cpu, default=0) + 1
+    num_drafts = meta.cu_rows.diff()[:, None] - 1  # [S, 1]
+    column = torch.arange(width, device=tokens.device)
+    rows = (meta.cu_rows[:-1, None] + column).clamp_(max=tokens.shape[0] - 1)
+    decided = tokens[rows]  # [S, width], meaningless behind a sequence's bonus row
+    matches = (draft_token_ids[:, : width - 1] == decided[:, :-1]) & (column[:-1] < num_drafts)
+    num_accepted = matches.long().cumprod(-1).sum(-1)
+    return VerifyOutput(decided.masked_fill(column > num_accepted[:, None], -1), num_accepted)
 
 
 class _Wave(NamedTuple):
@@ -174,6 +170,8 @@ def _verify_in_waves(draft_token_ids: Tensor, meta: VerifyMetadata, decide: Call
     tokens = torch.full((alive.shape[0], width), -1, dtype=torch.int64, device=num_drafts.device)
     num_accepted = torch.zeros_like(alive)
     for k in range(width):
+        if not alive.shape[0]:
+            break
         drafts = torch.full_like(alive, -1)
         if k < width - 1:
             drafts = torch.where(num_drafts[alive] > k, draft_token_ids[alive, k], drafts)
@@ -192,14 +190,29 @@ def _decide_rejection(
     draft_column_token_ids: Tensor | None,
     sample_op: SampleOp,
 ) -> Tensor:
-    """Return the tokens of a wave: greedy and bonus rows are sampled, sampled drafts accepted or replaced."""
+    """Return the tokens of a wave: greedy and bonus rows are sampled, sampled drafts accepted or replaced.
+
+    Let y_i be the emitted token at output index i, g_i, u_i, h_i the noise of streams 0, 1, 2 at i, and F_i what the
+    noise at indexes < i determines. Claim: P(y_i = v | F_i) = p_i(v), p_i given y_<i, although a draft at i may have
+    been drawn from the same g_i in several rounds. By induction y_<i, the last round start a <= i, and whether i is
+    verified in that round are F_i-measurable: the round drafts x_k from q_k and g_k; q_k depends on y_<a and at most
+    on x_a .. x_(k-1), and so does the decision to verify k. Index i is decided once, in the one round that accepts
+    all of a .. i-1, by (g_i, u_i, h_i), which is independent of F_i: verified, x_i ~ q_i is accepted if u_i q_i(x_i)
+    < p_i(x_i), else h_i draws from max(p_i - q_i, 0); not verified, g_i draws from p_i; both have law p_i. Drafts at
+    i in earlier rounds reveal g_i to nobody: they were behind a rejection or not verified, hence not read by anything
+    F_i contains. The proof fails, and the output is biased, once something decided before y_i reads a draft at k >=
+    i: verify position k by the draft's own probability, or learn from drafts behind a rejection.
+    Requests with equal seeds share noise: each has the right law as long as it does not steer the other's lengths.
+    Drafts must have been drawn by `sample` from `draft_logits` (-inf on ids the drafter may not propose) under the
+    same temperature, filters, bias and committed counts as the rows here, without draft prefix.
+    """
     tokens = wave.draft_token_ids.clone()
     drafted = (wave.draft_token_ids >= 0) & (sampling.temperature[wave.rows] > 0)
     plain = wave.rows[~drafted]
     if plain.shape[0]:
         tokens[~drafted] = sample_op(target_logits[plain], select_rows(sampling, plain))
     places = drafted.nonzero()[:, 0]
-    for chunk in _row_chunks(places.shape[0], target_logits, False):
+    for chunk in _row_chunks(places.shape[0], target_logits):
         chosen = places[chunk]
         rows, drafts = wave.rows[chosen], wave.draft_token_ids[chosen]
         part = select_rows(sampling, rows)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from adaflash.ops.metadata import SamplingMetadata, VerifyMetadata
-from adaflash.ops.reference_sampling import corrupted_rows, row_logprobs, sample, verify_drafts
+from adaflash.ops.reference_sampling import _accept_matches, corrupted_rows, row_logprobs, sample, verify_drafts
 from tests.toy_speculation import Filters
 
 
@@ -67,3 +67,16 @@ def test_equal_distributions_accept_every_draft():
     target = logits.repeat_interleave(2, dim=0)
     for draft_logits in (None, logits[:, None]):
         assert verify_drafts(target, drafts, draft_logits, meta, rows, None, sample).num_accepted.sum() == count
+
+
+def test_the_path_without_synchronisation_accepts_what_the_waves_accept():
+    num_drafts, vocab_size, generator = [3, 0, 2, 5, 1], 4, torch.Generator().manual_seed(0)
+    cu_rows = torch.tensor([0, 4, 5, 8, 14, 16])
+    for seed in range(40):
+        logits = torch.randn(16, vocab_size, generator=generator)
+        drafts = torch.randint(vocab_size, (5, 5), generator=generator)
+        rows, meta = Filters().rows(torch.full((16,), seed), torch.arange(16)), VerifyMetadata(cu_rows, num_drafts)
+        waves = verify_drafts(logits, drafts, None, meta, rows, None, sample)
+        matched = _accept_matches(sample(logits, rows), drafts, meta)
+        assert torch.equal(waves.token_ids, matched.token_ids)
+        assert torch.equal(waves.num_accepted, matched.num_accepted)
