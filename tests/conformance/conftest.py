@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from adaflash.errors import BackendError
 from adaflash.ops.backend import Backend
 from adaflash.ops.metadata import PackedBatch
 from adaflash.ops.registry import installed_backends, load_backend
@@ -21,6 +22,29 @@ EXPECTED_BACKENDS = ("cpu",)
 
 # (rtol, atol): fp32 differs by the order of sums; bf16 by one rounding of inputs of magnitude up to about 4.
 TOLERANCES = {torch.float32: (1e-5, 2e-5), torch.bfloat16: (1.6e-2, 1.6e-2)}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add --device, which `make test-device` uses."""
+    parser.addoption("--device", metavar="NAME", help="test this backend only; fails at once when it cannot be loaded")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep only the tests of the backend that --device names."""
+    device = config.getoption("--device", default=None)
+    if device is None:
+        return
+    try:
+        load_backend(device)
+    except BackendError as error:
+        raise pytest.UsageError(f"--device: {error}") from error
+    others = [item for item in items if isinstance(item, pytest.Function) and _backend_of(item) != device]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in others]
+
+
+def _backend_of(item: pytest.Function) -> object:
+    return item.callspec.params.get("backend") if hasattr(item, "callspec") else None
 
 
 @pytest.fixture(scope="session", params=sorted({*EXPECTED_BACKENDS, *installed_backends()}))

