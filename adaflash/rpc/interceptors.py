@@ -102,7 +102,7 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         except status.EXPECTED_ERRORS as error:
             code = status.code_of(error).name
             logger.debug("call refused method=%s code=%s", method, code)
-            await status.abort(context, error)
+            await status.abort(context, status.to_status(error))
         except asyncio.CancelledError:
             code = grpc.StatusCode.CANCELLED.name
             raise
@@ -112,7 +112,7 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         except Exception:
             code = grpc.StatusCode.INTERNAL.name
             logger.exception("call failed method=%s", method)
-            await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")
+            await status.abort(context, status.internal_status())
         finally:
             if self._observer is not None:
                 self._observer.call_finished(method, code)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import NoReturn, cast
 
 import grpc
@@ -79,9 +80,18 @@ def to_status(error: AdaFlashError) -> grpc.Status:
     return rpc_status.to_status(status)
 
 
-async def abort(context: grpc.aio.ServicerContext[object, object], error: AdaFlashError) -> NoReturn:
-    """End a call with the status of one of EXPECTED_ERRORS."""
-    await context.abort_with_status(to_status(error))  # type: ignore[attr-defined]  # missing in grpc-stubs
+def internal_status() -> grpc.Status:
+    """Return the status of a call that failed through no fault of the caller; what failed stays in the log."""
+    message = "internal error; the server's log has the details"
+    return rpc_status.to_status(status_pb2.Status(code=grpc.StatusCode.INTERNAL.value[0], message=message))
+
+
+async def abort(context: grpc.aio.ServicerContext[object, object], status: grpc.Status) -> NoReturn:
+    """End a call with a status; a client that is gone by now counts as a cancellation."""
+    try:
+        await context.abort_with_status(status)  # type: ignore[attr-defined]  # missing in grpc-stubs
+    except grpc.aio.InternalError as error:
+        raise asyncio.CancelledError from error
     raise AssertionError("abort_with_status raises")
 
 

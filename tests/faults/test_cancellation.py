@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 import asyncio
+import logging
 import random
+import sys
 
 import grpc
 import pytest
@@ -46,7 +48,7 @@ def test_a_deadline_ends_a_unary_call_too():
     run(scenario())
 
 
-def test_a_storm_of_disconnects_leaks_no_request():
+def test_a_storm_of_disconnects_leaks_no_request(caplog):
     """300 streams end at random points: by Abort, by cancel, by deadline, or with the whole connection."""
 
     async def scenario():
@@ -66,6 +68,7 @@ def test_a_storm_of_disconnects_leaks_no_request():
             assert reply.outputs[0].token_ids == list(range(5))
 
     run(scenario())
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 async def _end_somehow(served, request_id: str, way: int, delay_s: float) -> None:
@@ -107,8 +110,6 @@ def test_a_killed_client_process_aborts_its_requests():
     )
 
     async def scenario():
-        import sys
-
         async with serving(FakeEngine(token_delay_s=STEP_S)) as served:
             process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, served.address)
             await eventually(lambda: bool(served.engine.running), timeout_s=15.0)

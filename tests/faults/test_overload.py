@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import asyncio
 import dataclasses
+import logging
 
 import grpc
 import pytest
@@ -75,6 +76,26 @@ def test_a_client_that_reads_nothing_is_cut_and_disturbs_nobody():
             assert "read nothing for 0.3 s" in error_info.value.details()
 
     run(scenario())
+
+
+def test_a_client_that_is_cut_and_leaves_without_reading_on_is_no_error(caplog):
+    async def scenario():
+        engine = FakeEngine(token_delay_s=0.005, token_text="x" * 100_000)
+        async with (
+            serving(engine, stream_stall_timeout_s=0.2) as served,
+            grpc.aio.insecure_channel(served.address) as channel,
+        ):
+            stub = generate_pb2_grpc.GenerationStub(channel)
+            stalled = stub.GenerateStream(pb.GenerateRequest(text="a", sampling_params={"max_tokens": 4000}))
+            await stalled.read()
+            await eventually(lambda: not engine.running, timeout_s=10.0)
+            assert engine.num_aborted == 1
+            stalled.cancel()
+            await served.client.server_info()
+            await asyncio.sleep(0.1)
+
+    run(scenario())
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 async def _read_to_the_end(call) -> None:

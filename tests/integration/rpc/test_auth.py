@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import asyncio
 import logging
 import ssl
 
@@ -111,8 +112,6 @@ def test_mtls_serves_only_clients_with_a_certificate_of_the_authority(authority,
 
 
 def test_the_served_certificate_is_the_configured_one(authority, tmp_path):
-    import asyncio
-
     async def scenario():
         async with serving(**_server_files(authority, tmp_path)) as served:
             arguments = (("127.0.0.1", served.server.port),)

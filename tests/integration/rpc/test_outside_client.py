@@ -5,8 +5,11 @@ import sys
 from pathlib import Path
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from adaflash.errors import UnavailableError
+from adaflash.request import SamplingParams
 from tests.fake_engine import FakeEngine
 from tests.serving import eventually, run, serving
 
@@ -33,6 +36,27 @@ def test_a_client_of_another_process_lists_streams_and_cancels():
             assert seen["aborted"] == []
             await eventually(lambda: not served.engine.running)
             assert served.engine.num_aborted == 1, "the cancelled stream"
+
+    run(scenario())
+
+
+def test_a_draining_server_is_not_serving_and_lets_the_running_finish():
+    async def scenario():
+        async with (
+            serving(FakeEngine(token_delay_s=0.01)) as served,
+            grpc.aio.insecure_channel(served.address) as channel,
+        ):
+            running = asyncio.create_task(served.client.generate("a", SamplingParams(max_tokens=50)))
+            await eventually(lambda: bool(served.engine.running))
+            drain = asyncio.create_task(served.server.drain())
+            await asyncio.sleep(0.1)
+            status = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+            assert status.status == NOT_SERVING
+            with pytest.raises(UnavailableError):
+                await served.client.generate("late")
+            assert not drain.done()
+            assert (await running).outputs[0].finish_reason == "length"
+            assert await drain
 
     run(scenario())
 
