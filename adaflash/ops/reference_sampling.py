@@ -46,6 +46,7 @@ def sample(logits: Tensor, sampling: SamplingMetadata) -> Tensor:
     not finite yields the first NaN, else the first +inf, else (all -inf) column 0: no error, see `corrupted_rows`. A
     row's result does not depend on the other rows.
     """
+    logits = logits.detach()  # noise and numpy take no gradient
     if sampling.all_greedy and sampling.penalties is None and sampling.bias is None:
         return _argmax(logits)
     parts: list[Tensor] = []
@@ -119,7 +120,9 @@ def verify_drafts(
 
     Coupling `rejection`: the emitted tokens follow the target's law; see `_decide_rejection`.
     """
+    target_logits = target_logits.detach()
     if draft_logits is not None and not sampling.all_greedy:
+        draft_logits = draft_logits.detach()
 
         def decide(wave: _Wave) -> Tensor:
             return _decide_rejection(wave, target_logits, draft_logits, sampling, draft_column_token_ids, sample_op)
