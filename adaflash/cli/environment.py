@@ -42,7 +42,7 @@ def cpu_model() -> str:
 
 
 def source_commit() -> str | None:
-    """Return the commit of the source tree this package runs from, `-dirty` if it was changed; None for a wheel."""
+    """Return the commit of the source tree this package runs from, `-dirty` if changed; None when it is unknown."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
