@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,7 +16,7 @@ from adaflash.cache.block_manager import BlockManager
 from adaflash.config import EngineConfig
 from adaflash.engine.detokenizer import Detokenizer
 from adaflash.engine.loading import LoadedEngine, load_engine, resolve_policy
-from adaflash.engine.output import SampleOutput, merge_outputs, snapshot, usage_of
+from adaflash.engine.output import SampleOutput, merge_outputs, snapshot
 from adaflash.engine.preparation import RequestPreparer, as_params_list, as_prompt_list
 from adaflash.engine.runner import Drafts, Round, Verified
 from adaflash.engine.scheduler import DraftLimits, Schedule, Scheduler
@@ -32,13 +32,14 @@ from adaflash.request import (
     RequestOutput,
     SamplingParams,
     SpeculationStats,
+    Usage,
 )
 from adaflash.speculative.budget import VerifyPolicy
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
+@dataclass(eq=False, slots=True)
 class _Sample:
     """One sample on its way: the scheduler's sequence and the stream of what it committed."""
 
@@ -52,13 +53,15 @@ class _RequestState:
 
     Attributes:
         samples: By sample index.
+        num_output_tokens: Committed tokens of all samples.
         unforked: Samples that start when the first one's prefill ends.
     """
 
     request: Request
     samples: list[_Sample]
     stats: SpeculationStats
-    unforked: list[Sequence] = field(default_factory=list)
+    unforked: list[Sequence]
+    num_output_tokens: int = 0
 
     @property
     def finished(self) -> bool:
@@ -115,7 +118,7 @@ class Engine:
         if request.request_id in self._requests:
             raise RequestError("request_id", request.request_id, "unique among running requests")
         samples = [self._new_sample(request, index) for index in range(request.params.n)]
-        stats = SpeculationStats(verify_policy=self._policy.name, drafter_versions=self._drafter_versions)
+        stats = SpeculationStats(verify_policy=self._policy.name)
         unforked = [sample.seq for sample in samples[1:]]
         self._requests[request.request_id] = _RequestState(request, samples, stats, unforked)
         self._scheduler.add(samples[0].seq)
@@ -160,7 +163,7 @@ class Engine:
     def _new_sample(self, request: Request, index: int) -> _Sample:
         key, params = next(self._keys), request.params
         room = self._loaded.max_model_len - len(request.prompt_token_ids)
-        seq = Sequence(key, request, index, list(request.prompt_token_ids), min(params.max_tokens, room))
+        seq = Sequence(key, request, index, min(params.max_tokens, room))
         tokenizer = self._loaded.tokenizer
         detokenizer = None if tokenizer is None else Detokenizer(tokenizer, params, request.prompt_token_ids)
         eos_ids = frozenset(self._loaded.info.eos_token_ids)
@@ -192,7 +195,7 @@ class Engine:
     def _draft(self, plan: Schedule) -> tuple[list[Round], Drafts | None]:
         drafting = [item for item in plan.scheduled if item.max_drafts > 0]
         if not drafting:
-            return [Round(item) for item in plan.scheduled], None
+            return [Round(item, [], None) for item in plan.scheduled], None
         drafts = self._runner.draft(drafting)
         lens = self._policy.choose(drafts.signals, [item.max_drafts for item in drafting])
         rounds, row = [], 0
@@ -201,59 +204,72 @@ class Engine:
                 rounds.append(Round(item, drafts.token_ids[row][: lens[row]], row))
                 row += 1
             else:
-                rounds.append(Round(item))
+                rounds.append(Round(item, [], None))
         return rounds, drafts
 
     def _commit(self, rounds: list[Round], verified: list[Verified]) -> list[RequestOutput]:
         decided = iter(verified)
         touched: dict[str, list[_Sample]] = {}
-        corrupted: dict[str, _RequestState] = {}
-        wrote = self._scheduler.limits is not None
+        corrupted: set[str] = set()
+        wrote_drafter_kv = self._scheduler.limits is not None
         for r in rounds:
-            seq = r.scheduled.seq
-            if not r.scheduled.samples:
-                self._scheduler.commit(seq, r.scheduled.num_tokens, wrote)
+            seq, num_tokens, samples, _ = r.scheduled
+            if not samples:
+                self._scheduler.commit(seq, num_tokens, wrote_drafter_kv)
                 continue
-            result = next(decided)
-            request_id = seq.request.request_id
+            result, sample = next(decided), self._samples[seq.key]
+            touched.setdefault(seq.request.request_id, []).append(sample)
             if result.corrupted:
-                corrupted[request_id] = self._requests[request_id]
-                continue
-            touched.setdefault(request_id, []).append(self._samples[seq.key])
-            self._commit_sample(r, result, wrote)
-        deltas = [self._delta(self._requests[key], samples) for key, samples in touched.items() if key not in corrupted]
-        for state in corrupted.values():
-            logger.error("target logits are not finite request_id=%s", state.request.request_id)
-            deltas.append(self._end(state, "error", touched.get(state.request.request_id, [])))
-        return deltas
+                corrupted.add(seq.request.request_id)
+            else:
+                self._commit_sample(sample, r, result, wrote_drafter_kv)
+        return [
+            self._fail(self._requests[key], samples) if key in corrupted else self._delta(self._requests[key], samples)
+            for key, samples in touched.items()
+        ]
 
-    def _commit_sample(self, r: Round, result: Verified, wrote_drafter_kv: bool) -> None:
-        seq = r.scheduled.seq
-        sample = self._samples[seq.key]
+    def _commit_sample(self, sample: _Sample, r: Round, result: Verified, wrote_drafter_kv: bool) -> None:
+        seq, output = sample.seq, sample.output
         state = self._requests[seq.request.request_id]
         was_decoding = seq.is_decoding
-        emitted = _append(sample, result)
-        seq.token_ids.extend(emitted)
+        emitted = _append(output, result)
+        num_emitted = len(emitted)
+        seq.append(emitted)
         self._runner.sampling.commit(seq.key, emitted)
-        num_drafts = len(r.draft_token_ids)
-        num_accepted = min(len(result.token_ids) - 1, len(emitted))
+        state.num_output_tokens += num_emitted
+        self._counters.num_output_tokens += num_emitted
         if was_decoding:
-            _count_round(state.stats, r.draft_row is not None, self._draft_width, num_drafts, num_accepted, emitted)
-            self._counters.count_round(r.draft_row is not None, num_drafts, num_accepted)
-        self._counters.num_output_tokens += len(emitted)
-        num_new = len(emitted) if was_decoding else r.scheduled.num_tokens
-        self._scheduler.commit(seq, num_new, wrote_drafter_kv)
-        if state.unforked and sample.seq is state.samples[0].seq:
+            self._count_round(state.stats, r, min(len(result.token_ids) - 1, num_emitted), num_emitted)
+        self._scheduler.commit(seq, num_emitted if was_decoding else r.scheduled.num_tokens, wrote_drafter_kv)
+        if state.unforked and seq is state.samples[0].seq:
             self._scheduler.fork(seq, state.unforked)
             state.unforked = []
-        if sample.output.finished:
+        if output.finished:
             self._retire(sample)
+
+    def _count_round(self, stats: SpeculationStats, r: Round, num_accepted: int, num_emitted: int) -> None:
+        num_verified, drafter = len(r.draft_token_ids), self._runner.drafter
+        drafted = drafter is not None and r.draft_row is not None
+        stats.num_rounds += 1
+        stats.num_verified_tokens += num_verified
+        stats.num_accepted_tokens += num_accepted
+        stats.num_emitted_tokens += num_emitted
+        if drafter is not None and drafted:
+            stats.num_drafted_tokens += self._draft_width
+            if drafter.version not in stats.drafter_versions:
+                stats.drafter_versions += (drafter.version,)
+        self._counters.count_round(drafted, num_verified, num_accepted)
 
     def _delta(self, state: _RequestState, samples: list[_Sample]) -> RequestOutput:
         finished = state.finished
         if finished:
             self._forget(state)
         return self._output(state, samples, finished)
+
+    def _fail(self, state: _RequestState, touched: list[_Sample]) -> RequestOutput:
+        """End a request whose target logits were not finite; samples that advanced in this step keep their tokens."""
+        logger.error("target logits are not finite request_id=%s", state.request.request_id)
+        return self._end(state, "error", touched)
 
     def _end(self, state: _RequestState, reason: FinishReason, touched: SequenceOf[_Sample] = ()) -> RequestOutput:
         """End every running sample of a request for `reason`; returns the last delta, with that of `touched` ones."""
@@ -277,7 +293,7 @@ class Engine:
             request.request_id,
             request.prompt_token_ids,
             [sample.output.take_delta() for sample in samples],
-            usage_of(len(request.prompt_token_ids), num_cached, [sample.output for sample in state.samples]),
+            Usage(len(request.prompt_token_ids), num_cached, state.num_output_tokens),
             snapshot(state.stats),
             finished,
             request.prompt,
@@ -303,6 +319,8 @@ class Engine:
         """
         self._policy = self._make_policy(name)
         self._scheduler.limits = self._draft_limits()
+        for state in self._requests.values():
+            state.stats.verify_policy = self._policy.name
         logger.info("verify policy set policy=%s", self._policy.name)
 
     def _make_policy(self, name: str) -> VerifyPolicy:
@@ -321,11 +339,6 @@ class Engine:
         """K, drafts per block; 0 without a drafter."""
         drafter = self._runner.drafter
         return 0 if drafter is None else drafter.draft_block_size - 1
-
-    @property
-    def _drafter_versions(self) -> tuple[int, ...]:
-        drafter = self._runner.drafter
-        return () if drafter is None or self._policy.name == "off" else (drafter.version,)
 
     def _draft_limits(self) -> DraftLimits | None:
         drafter = self._runner.drafter
@@ -355,19 +368,10 @@ class Engine:
         self._blocks.reset_prefix_cache()
 
 
-def _append(sample: _Sample, result: Verified) -> list[int]:
+def _append(output: SampleOutput, result: Verified) -> list[int]:
     """Commit tokens until the output ends; returns those committed."""
-    for i, token_id in enumerate(result.token_ids):
-        if sample.output.append(token_id, None if result.logprobs is None else result.logprobs[i]):
-            return result.token_ids[: i + 1]
-    return result.token_ids
-
-
-def _count_round(
-    stats: SpeculationStats, drafted: bool, width: int, num_verified: int, num_accepted: int, emitted: list[int]
-) -> None:
-    stats.num_rounds += 1
-    stats.num_drafted_tokens += width if drafted else 0
-    stats.num_verified_tokens += num_verified
-    stats.num_accepted_tokens += num_accepted
-    stats.num_emitted_tokens += len(emitted)
+    token_ids, logprobs = result.token_ids, result.logprobs
+    for i, token_id in enumerate(token_ids):
+        if output.append(token_id, None if logprobs is None else logprobs[i]):
+            return token_ids[: i + 1]
+    return token_ids

@@ -11,7 +11,6 @@ from adaflash.request import (
     SamplingParams,
     SpeculationStats,
     TokenLogprobs,
-    Usage,
 )
 
 
@@ -36,6 +35,7 @@ class SampleOutput:
     ) -> None:
         self.index = index
         self.num_tokens = 0
+        self.finished = False
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self._params = params
@@ -45,11 +45,6 @@ class SampleOutput:
         self._detokenizer = detokenizer
         self._new_token_ids: list[int] = []
         self._new_logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
-
-    @property
-    def finished(self) -> bool:
-        """Whether the output has ended."""
-        return self.finish_reason is not None
 
     def append(self, token_id: int, logprobs: TokenLogprobs | None) -> bool:
         """Commit one token; True when it ends the output, and nothing after it may be committed."""
@@ -69,7 +64,8 @@ class SampleOutput:
         return self.finished
 
     def finish(self, reason: FinishReason) -> None:
-        """End the output from outside, e.g. on abort."""
+        """End the output."""
+        self.finished = True
         self.finish_reason = reason
 
     def take_delta(self) -> CompletionOutput:
@@ -89,7 +85,7 @@ class SampleOutput:
     def _stop_at_id(self, token_id: int) -> None:
         if self._params.include_stop_str_in_output:
             self._push_text(token_id)
-        self.finish_reason = "stop"
+        self.finish("stop")
         self.stop_reason = token_id if token_id in self._stop_token_ids else None
 
     def _push_text(self, token_id: int) -> None:
@@ -97,7 +93,8 @@ class SampleOutput:
             return
         match = self._detokenizer.push(token_id)
         if match is not None:
-            self.finish_reason, self.stop_reason = "stop", match.stop
+            self.finish("stop")
+            self.stop_reason = match.stop
 
     def _take_text(self) -> str:
         if self._detokenizer is None:
@@ -137,11 +134,6 @@ def merge_outputs(first: RequestOutput, second: RequestOutput) -> RequestOutput:
         second.finished,
         second.prompt,
     )
-
-
-def usage_of(num_prompt_tokens: int, num_cached_tokens: int, samples: list[SampleOutput]) -> Usage:
-    """Count a request's tokens, all samples together."""
-    return Usage(num_prompt_tokens, num_cached_tokens, sum(sample.num_tokens for sample in samples))
 
 
 def snapshot(stats: SpeculationStats) -> SpeculationStats:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -32,8 +32,7 @@ class Drafts(NamedTuple):
     block: DraftBlock
 
 
-@dataclass(frozen=True)
-class Round:
+class Round(NamedTuple):
     """One sequence's part in a target forward.
 
     Attributes:
@@ -43,8 +42,8 @@ class Round:
     """
 
     scheduled: ScheduledSequence
-    draft_token_ids: list[int] = field(default_factory=list)
-    draft_row: int | None = None
+    draft_token_ids: list[int]
+    draft_row: int | None
 
 
 class Verified(NamedTuple):

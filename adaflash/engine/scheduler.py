@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from adaflash.cache.block_manager import BlockManager
 from adaflash.engine.sequence import Sequence
@@ -26,24 +27,20 @@ class DraftLimits:
     max_position_embeddings: int
 
 
-@dataclass(frozen=True)
-class ScheduledSequence:
+class ScheduledSequence(NamedTuple):
     """A sequence's share of one step.
 
     Attributes:
         seq: The sequence.
         num_tokens: Committed tokens to compute: a prefill chunk, or 1 for the anchor.
+        samples: Whether the chunk reaches the last token, so that the step decides the next one.
         max_drafts: Most drafts it may verify; > 0 means W lookahead slots are reserved and it drafts.
     """
 
     seq: Sequence
     num_tokens: int
-    max_drafts: int = 0
-
-    @property
-    def samples(self) -> bool:
-        """Whether the chunk reaches the last token, so that the step decides the next one."""
-        return self.num_tokens == self.seq.num_uncomputed
+    samples: bool
+    max_drafts: int
 
 
 @dataclass
@@ -153,9 +150,9 @@ class Scheduler:
         i = 0
         while i < len(self.running):
             seq = self.running[i]
-            if seq.is_decoding and not self._reserve_or_preempt(seq, plan):
-                break
             if seq.is_decoding:
+                if not self._reserve_or_preempt(seq, plan):
+                    break
                 decoding.append(seq)
             i += 1
         return decoding
@@ -170,26 +167,26 @@ class Scheduler:
 
     def _schedule_decodes(self, decoding: list[Sequence], plan: Schedule) -> int:
         budget = self.max_num_batched_tokens - len(decoding)
+        limits = self.limits
         for seq in decoding:
-            drafts = min(self._max_drafts(seq), budget)
-            assert self.limits is not None or drafts == 0, "no drafts without limits"
-            if self.limits is not None and drafts > 0:
-                end = seq.num_computed + self.limits.draft_block_size
-                drafts = drafts if self._reserve(seq, end, plan) else 0
-            budget -= drafts
-            plan.scheduled.append(ScheduledSequence(seq, 1, drafts))
+            drafts = 0 if limits is None else min(_max_drafts(seq, limits), budget)
+            if limits is not None and drafts > 0:
+                if not self._reserve(seq, seq.num_computed + limits.draft_block_size, plan):
+                    drafts = 0
+                budget -= drafts
+            plan.scheduled.append(ScheduledSequence(seq, 1, True, drafts))
         return budget
 
     def _continue_prefills(self, plan: Schedule, budget: int) -> int:
         for seq in [s for s in self.running if not s.is_decoding]:
-            num_tokens = min(seq.num_uncomputed, budget)
-            if num_tokens == 0:
+            if budget == 0:
                 break
+            num_tokens = min(seq.num_uncomputed, budget)
             if not self._reserve(seq, seq.num_computed + num_tokens, plan):
                 self._preempt(seq, plan)
                 continue
             budget -= num_tokens
-            plan.scheduled.append(ScheduledSequence(seq, num_tokens))
+            plan.scheduled.append(ScheduledSequence(seq, num_tokens, num_tokens == seq.num_uncomputed, 0))
         return budget
 
     def _admit(self, plan: Schedule, budget: int) -> None:
@@ -201,12 +198,12 @@ class Scheduler:
             self.running.append(seq)
             num_tokens = min(seq.num_uncomputed, budget)
             budget -= num_tokens
-            plan.scheduled.append(ScheduledSequence(seq, num_tokens))
+            plan.scheduled.append(ScheduledSequence(seq, num_tokens, num_tokens == seq.num_uncomputed, 0))
 
     def _start(self, seq: Sequence, plan: Schedule) -> bool:
         """Give `seq` blocks for all its tokens, from the prefix cache where possible; False when there are too few."""
         matched, uid = self.blocks.match_prefix(seq.token_ids, need_drafter_kv=self.limits is not None)
-        needed = self.blocks.num_blocks_for(len(seq.token_ids))
+        needed = self.blocks.num_blocks_for(seq.num_tokens)
         seq.has_drafter_kv = all(self.blocks.has_drafter_kv(block) for block in matched)
         seq.block_table = list(matched)
         self.blocks.share(matched)
@@ -219,7 +216,7 @@ class Scheduler:
         seq.block_table += fresh
         seq.num_registered, seq.last_uid = len(matched), uid
         seq.num_computed = len(matched) * self.blocks.block_size
-        if seq.num_computed == len(seq.token_ids) and not self._reopen_last_block(seq, plan):
+        if seq.num_computed == seq.num_tokens and not self._reopen_last_block(seq, plan):
             self._release(seq)
             return False
         if seq.num_preemptions == 0:
@@ -247,20 +244,16 @@ class Scheduler:
 
     # ---- blocks ----------------------------------------------------------------------------------------------
 
-    def _max_drafts(self, seq: Sequence) -> int:
-        if self.limits is None or not seq.has_drafter_kv:
-            return 0
-        if seq.num_computed + self.limits.draft_block_size > self.limits.max_position_embeddings:
-            return 0
-        return max(0, min(self.limits.max_drafts, seq.max_output_tokens - seq.num_output_tokens - 1))
-
     def _reserve(self, seq: Sequence, num_tokens: int, plan: Schedule) -> bool:
         """Make slots [num_computed, num_tokens) exist and be exclusively `seq`'s; False (nothing kept) if it can't."""
-        pairs = self.blocks.make_writable(seq.block_table, seq.num_computed // self.blocks.block_size)
-        if pairs is None:
-            return False
-        plan.copy_pairs += pairs
-        missing = self.blocks.num_blocks_for(num_tokens) - len(seq.block_table)
+        table, block_size = seq.block_table, self.blocks.block_size
+        first = seq.num_computed // block_size
+        if not all(self.blocks.is_writable(block) for block in table[first:]):
+            pairs = self.blocks.make_writable(table, first)
+            if pairs is None:
+                return False
+            plan.copy_pairs += pairs
+        missing = -(-num_tokens // block_size) - len(table)
         if missing > 0:
             fresh = self.blocks.allocate(missing, after=seq.block_table[-1] if seq.block_table else None)
             if fresh is None:
@@ -298,3 +291,9 @@ class Scheduler:
         self.num_preemptions += 1
         self.waiting.appendleft(seq)
         plan.preempted.append(seq)
+
+
+def _max_drafts(seq: Sequence, limits: DraftLimits) -> int:
+    if not seq.has_drafter_kv or seq.num_computed + limits.draft_block_size > limits.max_position_embeddings:
+        return 0
+    return max(0, min(limits.max_drafts, seq.max_output_tokens - seq.num_output_tokens - 1))

@@ -3,22 +3,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from adaflash.cache.block_manager import ROOT_UID
 from adaflash.request import Request
 
 
-@dataclass(eq=False)
 class Sequence:
     """Host state of one sample; the scheduler moves it, the engine commits tokens to it.
 
-    Attributes:
+    Read several times per sequence and step, hence slots and counters instead of derived lengths.
+
+    Args:
         key: Unique number of the sequence for the engine's lifetime.
         request: The request it belongs to.
         sample_index: Which of the request's n samples.
-        token_ids: Prompt, then committed output.
         max_output_tokens: `max_tokens`, cut to what the context limit leaves.
+
+    Attributes:
+        token_ids: Prompt, then committed output.
+        num_tokens: Length of `token_ids`.
+        num_prompt_tokens: Tokens of the prompt.
         block_table: KV blocks in order; covers at least the computed tokens.
         num_computed: Leading tokens whose target KV is written. The first token without KV is the anchor.
         has_drafter_kv: Whether the drafter's KV is valid for all computed tokens.
@@ -28,40 +31,54 @@ class Sequence:
         num_preemptions: Times its KV was given up.
     """
 
-    key: int
-    request: Request
-    sample_index: int
-    token_ids: list[int]
-    max_output_tokens: int
-    block_table: list[int] = field(default_factory=list)
-    num_computed: int = 0
-    has_drafter_kv: bool = True
-    num_cached_tokens: int = 0
-    num_registered: int = 0
-    last_uid: int = ROOT_UID
-    num_preemptions: int = 0
+    __slots__ = (
+        "block_table",
+        "has_drafter_kv",
+        "key",
+        "last_uid",
+        "max_output_tokens",
+        "num_cached_tokens",
+        "num_computed",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_registered",
+        "num_tokens",
+        "request",
+        "sample_index",
+        "token_ids",
+    )
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.request.prompt_token_ids)
+    def __init__(self, key: int, request: Request, sample_index: int, max_output_tokens: int) -> None:
+        self.key = key
+        self.request = request
+        self.sample_index = sample_index
+        self.max_output_tokens = max_output_tokens
+        self.token_ids = list(request.prompt_token_ids)
+        self.num_tokens = self.num_prompt_tokens = len(self.token_ids)
+        self.block_table: list[int] = []
+        self.num_computed = 0
+        self.has_drafter_kv = True
+        self.num_cached_tokens = 0
+        self.num_registered = 0
+        self.last_uid = ROOT_UID
+        self.num_preemptions = 0
 
     @property
     def num_output_tokens(self) -> int:
         """Committed output tokens."""
-        return len(self.token_ids) - len(self.request.prompt_token_ids)
+        return self.num_tokens - self.num_prompt_tokens
 
     @property
     def num_uncomputed(self) -> int:
         """Tokens without target KV; 1 when only the anchor is missing."""
-        return len(self.token_ids) - self.num_computed
-
-    @property
-    def output_token_ids(self) -> list[int]:
-        """The committed output."""
-        return self.token_ids[len(self.request.prompt_token_ids) :]
+        return self.num_tokens - self.num_computed
 
     @property
     def is_decoding(self) -> bool:
         """Whether only the anchor has no KV and the output has begun: the state a draft starts from."""
-        return self.num_computed == len(self.token_ids) - 1 and self.num_output_tokens > 0
+        return self.num_computed == self.num_tokens - 1 and self.num_tokens > self.num_prompt_tokens
+
+    def append(self, token_ids: list[int]) -> None:
+        """Commit output tokens."""
+        self.token_ids += token_ids
+        self.num_tokens += len(token_ids)

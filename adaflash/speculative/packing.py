@@ -41,7 +41,7 @@ def pack(entries: list[PackEntry], block_size: int, device: torch.device) -> Pac
     positions = np.arange(cu_seqlens[-1]) + (starts - cu_seqlens[:-1])[seq_index]
     tables = _pad_tables([entry.block_table for entry in entries])
     slots = tables[seq_index, positions // block_size] * block_size + positions % block_size
-    token_ids = np.fromiter((t for entry in entries for t in entry.token_ids), dtype=np.int64, count=len(positions))
+    token_ids = np.array([t for entry in entries for t in entry.token_ids], dtype=np.int64)
 
     def put(array: npt.NDArray[np.int64], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.from_numpy(array).to(device=device, dtype=dtype)

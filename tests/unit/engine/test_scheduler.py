@@ -19,7 +19,7 @@ WIDTH = 5
 
 def _sequence(key: int, prompt: list[int], max_tokens: int, n: int = 1) -> Sequence:
     request = Request(f"r{key}", prompt, SamplingParams(max_tokens=max_tokens, n=n))
-    return Sequence(key, request, 0, list(prompt), max_tokens)
+    return Sequence(key, request, 0, max_tokens)
 
 
 @dataclass
@@ -103,8 +103,8 @@ class _World:
             value = (rng.randrange(3) if k < accepted else -2,)
             self.slots[self._slot(seq, start + k)] = (*tuple(seq.token_ids), *value) if k < accepted else (-2,)
             if k < accepted:
-                seq.token_ids.append(value[0])
-        seq.token_ids.append(rng.randrange(3))
+                seq.append([value[0]])
+        seq.append([rng.randrange(3)])
         emitted = len(seq.token_ids) - start
         finished = seq.num_output_tokens >= seq.max_output_tokens or rng.random() < 0.05
         self.scheduler.commit(seq, emitted if was_decoding else item.num_tokens, self.scheduler.limits is not None)
