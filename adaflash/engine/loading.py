@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 LoadProgress = Callable[[str, int, int], None]
 
+# Drafts are drawn from the drafter's most likely tokens only: half the noise, see docs/adr/0003.
+DRAFT_TOP_K = 1024
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -120,8 +123,10 @@ def assemble(
         draft_kv = KVCache.allocate(
             backend, drafter.num_layers, num_blocks, block_size, drafter.num_kv_heads, drafter.head_dim, target.dtype
         )
-    sampling = SamplingBuilder(architecture.vocab_size, backend.device)
     keep_draft_logits = config.sampling_coupling == "rejection"
+    # Under rejection q must be what the drafts were drawn from; under the Gumbel coupling any draft is lawful.
+    draft_top_k = None if keep_draft_logits else DRAFT_TOP_K
+    sampling = SamplingBuilder(architecture.vocab_size, backend.device, draft_top_k)
     runner = Runner(backend, target, target_kv, drafter, draft_kv, sampling, keep_draft_logits)
     info = EngineInfo(
         model=names[0],

@@ -17,7 +17,7 @@ from adaflash.engine.scheduler import ScheduledSequence
 from adaflash.models.base import TargetModel
 from adaflash.ops.backend import Backend
 from adaflash.ops.metadata import PackedBatch, VerifyMetadata
-from adaflash.ops.reference_sampling import row_logprobs
+from adaflash.ops.reference_sampling import corrupted_rows, row_logprobs
 from adaflash.request import Logprob, TokenLogprobs
 from adaflash.speculative.base import DraftBlock, Drafter, LengthHead
 from adaflash.speculative.budget import DraftSignals
@@ -126,7 +126,7 @@ class Runner:
             [seq.num_output_tokens for seq in seqs],
             len(masks),
             self.drafter.column_token_ids,
-            self.drafter.mask_token_id,
+            None,  # The drafter itself never proposes its mask id.
         )
         block = self.drafter.propose(batch, self._draft_kv, rows, self._keep_draft_logits)
         ratio = None if self.length_head is None else self.length_head.predict(block.hidden).tolist()
@@ -182,12 +182,12 @@ class Runner:
         )
         num_emitted = [accepted + 1 for accepted in out.num_accepted.tolist()]
         token_ids = [row[:n] for row, n in zip(out.token_ids.tolist(), num_emitted, strict=True)]
-        finite = torch.isfinite(logits.amax(-1)).tolist()
+        corrupted = corrupted_rows(logits).tolist()
         logprobs = self._logprobs(sampled, logits, token_ids)
         verified, row = [], 0
         for r, tokens, lps in zip(sampled, token_ids, logprobs, strict=True):
             num_rows = len(r.draft_token_ids) + 1
-            verified.append(Verified(tokens, lps, not all(finite[row : row + num_rows])))
+            verified.append(Verified(tokens, lps, any(corrupted[row : row + num_rows])))
             row += num_rows
         return verified
 

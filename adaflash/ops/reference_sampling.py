@@ -127,7 +127,7 @@ def verify_drafts(
         def decide(wave: _Wave) -> Tensor:
             return _decide_rejection(wave, target_logits, draft_logits, sampling, draft_column_token_ids, sample_op)
 
-    elif target_logits.device.type == "cpu":
+    elif target_logits.device.type == "cpu" and not sampling.all_greedy:  # noise costs more than another wave
 
         def decide(wave: _Wave) -> Tensor:
             return sample_op(target_logits[wave.rows], select_rows(sampling, wave.rows))
@@ -140,6 +140,8 @@ def verify_drafts(
 def _accept_matches(tokens: Tensor, draft_token_ids: Tensor, meta: VerifyMetadata) -> VerifyOutput:
     """Accept the leading drafts that equal the tokens [R] decided for their rows."""
     width = max(meta.num_drafts_cpu, default=0) + 1
+    if width == 1:
+        return VerifyOutput(tokens[:, None], torch.zeros_like(tokens))
     num_drafts = meta.cu_rows.diff()[:, None] - 1  # [S, 1]
     column = torch.arange(width, device=tokens.device)
     rows = (meta.cu_rows[:-1, None] + column).clamp_(max=tokens.shape[0] - 1)
