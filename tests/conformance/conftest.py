@@ -68,7 +68,8 @@ def expected_backends() -> tuple[str, ...]:
 @pytest.fixture(params=list(TOLERANCES), ids=lambda dtype: str(dtype).removeprefix("torch."))
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     """Each dtype of the tolerance table."""
-    return request.param
+    each: torch.dtype = request.param
+    return each
 
 
 @pytest.fixture(scope="session")
