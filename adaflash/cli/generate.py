@@ -82,7 +82,7 @@ def params_from(args: argparse.Namespace) -> SamplingParams:
 
 
 async def _generate(args: argparse.Namespace, prompt: Prompt, params: SamplingParams) -> int:
-    from adaflash.rpc.merge import OutputMerger
+    from adaflash.engine.merge import OutputMerger
 
     merger = OutputMerger()
     async with _deltas(args, prompt, params) as deltas:

@@ -14,7 +14,7 @@ from typing import TypeVar
 from adaflash.config import EngineConfig
 from adaflash.engine.engine import Engine
 from adaflash.engine.loading import LoadProgress
-from adaflash.engine.output import merge_outputs
+from adaflash.engine.merge import OutputMerger
 from adaflash.errors import CapacityError, RequestError, UnavailableError
 from adaflash.request import EngineInfo, EngineStats, Prompt, Request, RequestOutput, SamplingParams
 
@@ -27,12 +27,12 @@ class _Stream:
     """One request's deltas on the event loop; what a slow reader has not taken is merged into one delta."""
 
     def __init__(self) -> None:
-        self._pending: RequestOutput | None = None
+        self._pending = OutputMerger()
         self._error: Exception | None = None
         self._ready = asyncio.Event()
 
     def put(self, delta: RequestOutput) -> None:
-        self._pending = delta if self._pending is None else merge_outputs(self._pending, delta)
+        self._pending.add(delta)
         self._ready.set()
 
     def fail(self, error: Exception) -> None:
@@ -42,13 +42,13 @@ class _Stream:
     async def get(self) -> RequestOutput:
         """Return everything committed since the last call."""
         await self._ready.wait()
-        delta, self._pending = self._pending, None
-        if delta is None:
+        pending, self._pending = self._pending, OutputMerger()
+        if pending.is_empty:
             assert self._error is not None, "a stream wakes up for a delta or an error"
             raise self._error
         if self._error is None:
             self._ready.clear()
-        return delta
+        return pending.result()
 
 
 class AsyncEngine:

@@ -16,7 +16,8 @@ from adaflash.cache.block_manager import BlockManager
 from adaflash.config import EngineConfig
 from adaflash.engine.detokenizer import Detokenizer
 from adaflash.engine.loading import LoadedEngine, load_engine, resolve_policy
-from adaflash.engine.output import SampleOutput, merge_outputs, snapshot
+from adaflash.engine.merge import OutputMerger
+from adaflash.engine.output import SampleOutput, snapshot
 from adaflash.engine.preparation import RequestPreparer, as_params_list, as_prompt_list
 from adaflash.engine.runner import Drafts, Round, Verified
 from adaflash.engine.scheduler import DraftLimits, Schedule, Scheduler
@@ -152,13 +153,14 @@ class Engine:
         requests = [self.prepare(prompt, p) for prompt, p in zip(prompt_list, each, strict=True)]
         for request in requests:
             self.submit(request)
-        wanted = {request.request_id: None for request in requests}
-        replies: dict[str, RequestOutput] = {}
-        while any(request_id in self._requests for request_id in wanted):
+        replies = {request.request_id: OutputMerger() for request in requests}
+        num_running = len(replies)
+        while num_running:
             for delta in self.step():
-                known = replies.get(delta.request_id)
-                replies[delta.request_id] = delta if known is None else merge_outputs(known, delta)
-        return [replies[request_id] for request_id in wanted]
+                if delta.request_id in replies:
+                    replies[delta.request_id].add(delta)
+                    num_running -= delta.finished
+        return [reply.result() for reply in replies.values()]
 
     def _new_sample(self, request: Request, index: int) -> _Sample:
         key, params = next(self._keys), request.params

@@ -7,7 +7,6 @@ from adaflash.engine.detokenizer import Detokenizer
 from adaflash.request import (
     CompletionOutput,
     FinishReason,
-    RequestOutput,
     SamplingParams,
     SpeculationStats,
     TokenLogprobs,
@@ -102,38 +101,6 @@ class SampleOutput:
         if self.finished:
             self._detokenizer.finish()
         return self._detokenizer.take_text()
-
-
-def merge_completions(first: CompletionOutput, second: CompletionOutput) -> CompletionOutput:
-    """Return the delta that equals `first` followed by `second` of the same sample."""
-    assert first.index == second.index, "deltas of one sample"
-    logprobs = None if first.logprobs is None else first.logprobs + (second.logprobs or [])
-    return CompletionOutput(
-        first.index,
-        first.text + second.text,
-        first.token_ids + second.token_ids,
-        logprobs,
-        second.finish_reason,
-        second.stop_reason,
-    )
-
-
-def merge_outputs(first: RequestOutput, second: RequestOutput) -> RequestOutput:
-    """Return the delta that equals `first` followed by `second` of the same request."""
-    by_index = {output.index: output for output in first.outputs}
-    for output in second.outputs:
-        known = by_index.get(output.index)
-        by_index[output.index] = output if known is None else merge_completions(known, output)
-    outputs = [by_index[index] for index in sorted(by_index)]
-    return RequestOutput(
-        second.request_id,
-        second.prompt_token_ids,
-        outputs,
-        second.usage,
-        second.speculation,
-        second.finished,
-        second.prompt,
-    )
 
 
 def snapshot(stats: SpeculationStats) -> SpeculationStats:

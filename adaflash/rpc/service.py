@@ -14,10 +14,10 @@ import grpc
 from adaflash import __version__
 from adaflash.config import ServerConfig
 from adaflash.engine.base import EngineClient
+from adaflash.engine.merge import OutputMerger
 from adaflash.errors import UnavailableError
 from adaflash.request import RequestOutput
 from adaflash.rpc import convert
-from adaflash.rpc.merge import OutputMerger
 from adaflash.rpc.metrics import RpcMetrics
 from adaflash.rpc.pb import generate_pb2 as pb
 from adaflash.rpc.pb import generate_pb2_grpc

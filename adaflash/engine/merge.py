@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joins the deltas of a stream into one reply."""
+"""Joins deltas of one request into one, for whole replies and for readers that fall behind."""
 
 from __future__ import annotations
 
@@ -33,16 +33,25 @@ class OutputMerger:
     def __init__(self) -> None:
         self._samples: dict[int, _SampleParts] = {}
         self._last: RequestOutput | None = None
+        self._num_deltas = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no delta was added yet."""
+        return self._last is None
 
     def add(self, output: RequestOutput) -> None:
         """Take the next delta."""
         self._last = output
+        self._num_deltas += 1
         for delta in output.outputs:
             self._samples.setdefault(delta.index, _SampleParts()).add(delta)
 
     def result(self) -> RequestOutput:
-        """Return the whole reply, samples by index; usage and speculation are the last delta's."""
-        assert self._last is not None, "a stream has at least one message"
+        """Return their sum, samples by index; usage and speculation are the last delta's."""
+        assert self._last is not None, "there is nothing to add up"
+        if self._num_deltas == 1:
+            return self._last
         outputs = [
             CompletionOutput(
                 index, "".join(parts.texts), parts.token_ids, parts.logprobs, parts.finish_reason, parts.stop_reason
