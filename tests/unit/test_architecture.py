@@ -54,37 +54,37 @@ def _links(page: Path) -> list[str]:
     return [target for target in targets if "://" not in target]
 
 
-def test_importing_adaflash_loads_no_device_library():
+def test_importing_adaflash_loads_no_device_library() -> None:
     assert not _loaded_by("adaflash") & DEVICE_LIBRARIES
 
 
 @pytest.mark.parametrize("module", HOST_ONLY_MODULES)
-def test_host_only_modules_load_no_device_library(module: str):
+def test_host_only_modules_load_no_device_library(module: str) -> None:
     assert not _loaded_by(module) & DEVICE_LIBRARIES
 
 
-def test_files_are_short():
+def test_files_are_short() -> None:
     sources = _sources("adaflash", "backends", "tools", "tests")
     assert len(sources) > 100, "the search found the repository"
     assert _names([p for p in sources if len(p.read_text(encoding="utf-8").splitlines()) > MAX_LINES]) == []
 
 
-def test_folders_of_no_package_have_no_init_file():
+def test_folders_of_no_package_have_no_init_file() -> None:
     assert [folder for folder in FOLDERS_OF_NO_PACKAGE if (ROOT / folder / "__init__.py").exists()] == []
 
 
-def test_public_modules_say_what_they_are():
+def test_public_modules_say_what_they_are() -> None:
     public = [path for path in _sources("adaflash", "backends", "tools") if _is_public(path)]
     assert _names([p for p in public if not ast.get_docstring(ast.parse(p.read_text(encoding="utf-8")))]) == []
 
 
-def test_files_name_their_licence():
+def test_files_name_their_licence() -> None:
     sources = _sources("adaflash", "backends", "tools", "tests")
     first_lines = {path: path.read_text(encoding="utf-8").partition("\n")[0] for path in sources}
     assert _names([p for p, line in first_lines.items() if line != "# SPDX-License-Identifier: Apache-2.0"]) == []
 
 
-def test_links_between_pages_lead_somewhere():
+def test_links_between_pages_lead_somewhere() -> None:
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     broken = [f"{page.name}: {link}" for page in pages for link in _links(page) if not (page.parent / link).exists()]
     assert broken == []

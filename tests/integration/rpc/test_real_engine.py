@@ -11,10 +11,10 @@ import pytest
 
 from adaflash.config import EngineConfig, ServerConfig
 from adaflash.engine.async_engine import AsyncEngine
+from adaflash.engine.merge import OutputMerger
 from adaflash.errors import CapacityError, RequestError
 from adaflash.request import RequestOutput, SamplingParams
 from adaflash.rpc.client import GenerateClient
-from adaflash.engine.merge import OutputMerger
 from adaflash.rpc.server import GrpcServer
 from tests.engines import TinySetup
 from tests.serving import run
