@@ -6,10 +6,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-# Builds of torch without CUDA, 200 MB instead of several GB on Linux. When it cannot be reached, pip warns and takes
-# what other indexes have. Set it to an index of your own, or to nothing.
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-EXTRA_INDEX = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --retries 2)
+# Where to look for torch besides pip's own index. On Linux the public CPU builds are 200 MB instead of several GB:
+# make install TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+EXTRA_INDEX = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 # Two processes of one thread each. More threads per process only get into each other's way: the models are tiny.
 WORKERS ?= 2
@@ -70,5 +70,5 @@ test-device: install ## the conformance suite on one backend: DEVICE=cpu|cuda|np
 	@test -n "$(DEVICE)" || { echo "make test-device DEVICE=cpu|cuda|npu: DEVICE is missing" >&2; exit 2; }
 	$(BIN)/python -m pytest tests/conformance --device $(DEVICE)
 
-golden: install ## rewrite the golden files; there are none yet
-	@echo "tests/golden/ holds no golden files: nothing to rewrite" >&2; exit 1
+golden: install ## rewrite the golden files in tests/golden from this tree
+	$(PYTEST) tests/integration/engine/test_golden.py --update-golden

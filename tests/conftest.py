@@ -119,3 +119,7 @@ def tiny_setup(
         return TinySetup(model, directory / "target", drafters)
 
     return build
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="rewrite the files in tests/golden")

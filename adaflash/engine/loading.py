@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -107,33 +108,21 @@ def assemble(
         names: Names of target and drafter to report.
     """
     block_size = config.block_size or backend.preferred_block_size
-    num_blocks, max_model_len = _size_pool(config, backend, target, drafter, block_size)
-    architecture = target.config
-    target_kv = KVCache.allocate(
-        backend,
-        architecture.num_layers,
-        num_blocks,
-        block_size,
-        architecture.num_kv_heads,
-        architecture.head_dim,
-        target.dtype,
-    )
-    draft_kv = None
-    if drafter is not None:
-        draft_kv = KVCache.allocate(
-            backend, drafter.num_layers, num_blocks, block_size, drafter.num_kv_heads, drafter.head_dim, target.dtype
-        )
+    shapes = _kv_shapes(target, drafter)
+    num_blocks, max_model_len = _size_pool(config, backend, target, shapes, block_size)
+    pools = [_allocate(backend, shape, num_blocks, block_size, target.dtype) for shape in shapes]
     keep_draft_logits = config.sampling_coupling == "rejection"
     # Under rejection q must be what the drafts were drawn from; under the Gumbel coupling any draft is lawful.
     draft_top_k = None if keep_draft_logits else DRAFT_TOP_K
-    sampling = SamplingBuilder(architecture.vocab_size, backend.device, draft_top_k)
-    runner = Runner(backend, target, target_kv, drafter, draft_kv, sampling, keep_draft_logits)
+    sampling = SamplingBuilder(target.config.vocab_size, backend.device, draft_top_k)
+    draft_kv = pools[1] if drafter is not None else None
+    runner = Runner(backend, target, pools[0], drafter, draft_kv, sampling, keep_draft_logits)
     info = EngineInfo(
         model=names[0],
         draft=names[1],
         device=backend.name,
         dtype=str(target.dtype).removeprefix("torch."),
-        vocab_size=architecture.vocab_size,
+        vocab_size=target.config.vocab_size,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -143,7 +132,7 @@ def assemble(
         sampling_coupling=config.sampling_coupling,
         draft_block_size=None if drafter is None else drafter.draft_block_size,
         drafter_version=None if drafter is None else drafter.version,
-        eos_token_ids=architecture.eos_token_ids,
+        eos_token_ids=target.config.eos_token_ids,
         op_table={op: "native" if native else "reference" for op, native in backend.native_ops().items()},
     )
     return LoadedEngine(runner, num_blocks, block_size, max_model_len, tokenizer, info)
@@ -177,7 +166,7 @@ def resolve_policy(name: str, drafter: Drafter | None) -> str:
 
 
 def _size_pool(
-    config: EngineConfig, backend: Backend, target: TargetModel, drafter: Drafter | None, block_size: int
+    config: EngineConfig, backend: Backend, target: TargetModel, shapes: list[_KvShape], block_size: int
 ) -> tuple[int, int]:
     """Return (number of KV blocks, max_model_len)."""
     limit = target.config.max_position_embeddings
@@ -186,7 +175,9 @@ def _size_pool(
             f"max_model_len={config.max_model_len} is invalid: must be <= {limit}, the target's own limit"
         )
     wanted_len = config.max_model_len or limit
-    num_blocks = config.num_kv_blocks or _blocks_in_memory(config, backend, target, drafter, block_size, wanted_len)
+    num_blocks = config.num_kv_blocks or _blocks_in_memory(
+        config, backend, shapes, target.dtype, block_size, wanted_len
+    )
     if num_blocks * block_size >= wanted_len:
         return num_blocks, wanted_len
     if config.max_model_len is not None or num_blocks * block_size < 2:
@@ -202,14 +193,13 @@ def _size_pool(
 def _blocks_in_memory(
     config: EngineConfig,
     backend: Backend,
-    target: TargetModel,
-    drafter: Drafter | None,
+    shapes: list[_KvShape],
+    dtype: torch.dtype,
     block_size: int,
     max_model_len: int,
 ) -> int:
     per_block = sum(
-        kv_bytes_per_block(layers, block_size, heads, head_dim, target.dtype)
-        for layers, heads, head_dim in _kv_shapes(target, drafter)
+        kv_bytes_per_block(shape.num_layers, block_size, shape.num_kv_heads, shape.head_dim, dtype) for shape in shapes
     )
     if config.kv_cache_memory_bytes is not None:
         return max(1, config.kv_cache_memory_bytes // per_block)
@@ -218,11 +208,23 @@ def _blocks_in_memory(
     return max(1, min(useful, budget // per_block))
 
 
-def _kv_shapes(target: TargetModel, drafter: Drafter | None) -> list[tuple[int, int, int]]:
-    shapes = [(target.config.num_layers, target.config.num_kv_heads, target.config.head_dim)]
+class _KvShape(NamedTuple):
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+
+def _kv_shapes(target: TargetModel, drafter: Drafter | None) -> list[_KvShape]:
+    shapes = [_KvShape(target.config.num_layers, target.config.num_kv_heads, target.config.head_dim)]
     if drafter is not None:
-        shapes.append((drafter.num_layers, drafter.num_kv_heads, drafter.head_dim))
+        shapes.append(_KvShape(drafter.num_layers, drafter.num_kv_heads, drafter.head_dim))
     return shapes
+
+
+def _allocate(backend: Backend, shape: _KvShape, num_blocks: int, block_size: int, dtype: torch.dtype) -> KVCache:
+    return KVCache.allocate(
+        backend, shape.num_layers, num_blocks, block_size, shape.num_kv_heads, shape.head_dim, dtype
+    )
 
 
 def _check_strict(config: EngineConfig, backend: Backend) -> None:

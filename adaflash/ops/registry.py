@@ -40,7 +40,7 @@ def load_backend(device: str) -> Backend:
 def _load(device: str, installed: dict[str, EntryPoint]) -> Backend:
     if device not in installed:
         names = ", ".join(sorted(installed)) or "none"
-        hint = suggest(device, installed)
+        hint = "" if device in AUTO_ORDER else suggest(device, installed)
         raise BackendError(f"device={device!r} is not available: installed backends are {names}{hint}")
     try:
         backend_class = installed[device].load()
