@@ -2,8 +2,8 @@
 """AdaFlash against transformers `generate`, and vLLM if given: same model, same token ids, interleaved passes.
 
 Greedy, a fixed number of new tokens per prompt (no stop ids), prefix caching off everywhere, one system running at a
-time on the same threads. transformers and vLLM get `batch` prompts at once, then the next ones; AdaFlash and vLLM
-would gain from continuous batching, which equal output lengths take no part in.
+time on the same number of threads. transformers and vLLM get `batch` prompts at once, then the next ones; since all
+outputs are equally long, continuous batching has no advantage here.
 
 Usage: python tools/bench/peers.py [--batch 1,8] [--domain code] [--rounds N] [--json FILE]
        [--vllm-python VENV/bin/python [--vllm-speculative JSON]]
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -80,7 +81,11 @@ class VllmSystem:
         command = [str(python), str(worker), "--model", str(model), "--max-model-len", str(MAX_MODEL_LEN)]
         command += ["--max-num-seqs", str(max_num_seqs)]
         command += ["--speculative", speculative] if speculative else []
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        # Left alone, vLLM binds its threads to all cores; `nobind` makes it keep to OMP_NUM_THREADS.
+        threads = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **threads}
+        )
         self.version = str(self._answer()["version"])  # Sent once the model is loaded.
 
     def __call__(self, prompts: list[list[int]], max_tokens: int, batch_size: int) -> Pass:
