@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
+from adaflash.engine.merge import OutputMerger
 from adaflash.request import CompletionOutput, Logprob, RequestOutput, SpeculationStats, TokenLogprobs, Usage
 from adaflash.rpc.convert import output_from_pb
-from adaflash.rpc.merge import OutputMerger
 from adaflash.rpc.stream import split_output
 
 
