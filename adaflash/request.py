@@ -161,8 +161,7 @@ class TokenLogprobs(NamedTuple):
     top: tuple[Logprob, ...]
 
 
-@dataclass(frozen=True)
-class Usage:
+class Usage(NamedTuple):
     """Tokens of one request: what came in, what was found in the prefix cache, what went out (all samples)."""
 
     num_prompt_tokens: int
@@ -170,7 +169,7 @@ class Usage:
     num_output_tokens: int
 
 
-@dataclass
+@dataclass(slots=True)
 class SpeculationStats:
     """What speculation did for one request; the engine counts, the reply carries a copy.
 
@@ -191,7 +190,7 @@ class SpeculationStats:
         return self.num_emitted_tokens / self.num_rounds if self.num_rounds else 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class CompletionOutput:
     """One sample of a request, complete or so far; finish_reason `error`: the target's logits were not finite.
 
@@ -207,8 +206,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
 
 
-@dataclass(frozen=True)
-class RequestOutput:
+class RequestOutput(NamedTuple):
     """The reply to one request. In a stream, `outputs` hold only what is new since the last message."""
 
     request_id: str

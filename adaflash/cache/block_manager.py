@@ -17,7 +17,7 @@ class PrefixMatch(NamedTuple):
     last_uid: int
 
 
-@dataclass
+@dataclass(slots=True)
 class _Block:
     """State of one block.
 
@@ -74,6 +74,14 @@ class BlockManager:
         """Return whether exactly one table holds `block` and the prefix cache does not."""
         state = self._blocks[block]
         return state.ref_count == 1 and state.uid is None
+
+    def are_writable(self, table: list[int], first: int) -> bool:
+        """Return whether `table[first:]` are all writable."""
+        for i in range(first, len(table)):  # No generator: this runs for every sequence and step.
+            state = self._blocks[table[i]]
+            if state.ref_count != 1 or state.uid is not None:
+                return False
+        return True
 
     def has_drafter_kv(self, block: int) -> bool:
         """Return whether the drafter's rows of a cached block are valid."""

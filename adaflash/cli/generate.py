@@ -177,7 +177,7 @@ def reply_as_json(output: RequestOutput) -> dict[str, object]:
     return {
         "request_id": output.request_id,
         "outputs": [_completion_as_json(completion) for completion in output.outputs],
-        "usage": dataclasses.asdict(output.usage),
+        "usage": output.usage._asdict(),
         "speculation": {
             **dataclasses.asdict(output.speculation),
             "acceptance_length": output.speculation.acceptance_length,

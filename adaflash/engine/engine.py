@@ -56,17 +56,15 @@ class _RequestState:
         samples: By sample index.
         num_output_tokens: Committed tokens of all samples.
         unforked: Samples that start when the first one's prefill ends.
+        num_unfinished: Samples whose output has not ended.
     """
 
     request: Request
     samples: list[_Sample]
     stats: SpeculationStats
     unforked: list[Sequence]
+    num_unfinished: int
     num_output_tokens: int = 0
-
-    @property
-    def finished(self) -> bool:
-        return all(sample.output.finished for sample in self.samples)
 
 
 class Engine:
@@ -121,7 +119,7 @@ class Engine:
         samples = [self._new_sample(request, index) for index in range(request.params.n)]
         stats = SpeculationStats(verify_policy=self._policy.name)
         unforked = [sample.seq for sample in samples[1:]]
-        self._requests[request.request_id] = _RequestState(request, samples, stats, unforked)
+        self._requests[request.request_id] = _RequestState(request, samples, stats, unforked, len(samples))
         self._scheduler.add(samples[0].seq)
 
     def add_request(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> str:
@@ -237,7 +235,8 @@ class Engine:
         emitted = _append(output, result)
         num_emitted = len(emitted)
         seq.append(emitted)
-        self._runner.sampling.commit(seq.key, emitted)
+        if seq.request.params.has_penalties:
+            self._runner.sampling.commit(seq.key, emitted)
         state.num_output_tokens += num_emitted
         self._counters.num_output_tokens += num_emitted
         if was_decoding:
@@ -247,6 +246,7 @@ class Engine:
             self._scheduler.fork(seq, state.unforked)
             state.unforked = []
         if output.finished:
+            state.num_unfinished -= 1
             self._retire(sample)
 
     def _count_round(self, stats: SpeculationStats, r: Round, num_accepted: int, num_emitted: int) -> None:
@@ -263,10 +263,9 @@ class Engine:
         self._counters.count_round(drafted, num_verified, num_accepted)
 
     def _delta(self, state: _RequestState, samples: list[_Sample]) -> RequestOutput:
-        finished = state.finished
-        if finished:
+        if state.num_unfinished == 0:
             self._forget(state)
-        return self._output(state, samples, finished)
+        return self._output(state, samples, finished=state.num_unfinished == 0)
 
     def _fail(self, state: _RequestState, touched: list[_Sample]) -> RequestOutput:
         """End a request whose target logits were not finite; samples that advanced in this step keep their tokens."""

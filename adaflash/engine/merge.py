@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from adaflash.request import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
 
 
@@ -58,4 +56,4 @@ class OutputMerger:
             )
             for index, parts in sorted(self._samples.items())
         ]
-        return dataclasses.replace(self._last, outputs=outputs)
+        return self._last._replace(outputs=outputs)

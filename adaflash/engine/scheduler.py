@@ -248,7 +248,7 @@ class Scheduler:
         """Make slots [num_computed, num_tokens) exist and be exclusively `seq`'s; False (nothing kept) if it can't."""
         table, block_size = seq.block_table, self.blocks.block_size
         first = seq.num_computed // block_size
-        if not all(self.blocks.is_writable(block) for block in table[first:]):
+        if not self.blocks.are_writable(table, first):
             pairs = self.blocks.make_writable(table, first)
             if pairs is None:
                 return False

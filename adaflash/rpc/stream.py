@@ -92,8 +92,8 @@ def _halve(output: RequestOutput) -> tuple[RequestOutput, RequestOutput] | None:
     else:
         return None
     return (
-        dataclasses.replace(output, outputs=first, finished=False),
-        dataclasses.replace(output, outputs=second),
+        output._replace(outputs=first, finished=False),
+        output._replace(outputs=second),
     )
 
 

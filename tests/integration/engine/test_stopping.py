@@ -53,7 +53,7 @@ def speculative(setup: TinySetup, plain: Engine) -> Engine:
 
 def _assert_same(plain: list[RequestOutput], speculative: list[RequestOutput]) -> None:
     for want, got in zip(plain, speculative, strict=True):
-        assert got.usage == replace(want.usage, num_cached_tokens=got.usage.num_cached_tokens)
+        assert got.usage == want.usage._replace(num_cached_tokens=got.usage.num_cached_tokens)
         for a, b in zip(want.outputs, got.outputs, strict=True):
             assert (a.text, a.token_ids, a.finish_reason, a.stop_reason) == (
                 b.text,

@@ -114,7 +114,7 @@ def test_a_finished_output_survives_the_wire():
 def test_usage_travels_with_the_last_message_only():
     output = RequestOutput("id", [], [], Usage(3, 2, 2), SpeculationStats(), finished=False)
     assert not convert.output_to_pb(output).HasField("usage")
-    assert convert.output_to_pb(dataclasses.replace(output, finished=True)).HasField("usage")
+    assert convert.output_to_pb(output._replace(finished=True)).HasField("usage")
 
 
 def test_server_info_survives_the_wire():
