@@ -82,6 +82,7 @@ def load_engine(config: EngineConfig, progress: LoadProgress | None = None) -> L
     if draft_dir is not None:
         drafter = load_drafter(draft_dir, target, backend, target.dtype, _named(progress, "drafter"))
         drafter.pack()
+    _check_num_speculative_tokens(config, drafter)
     target.pack()
     tokenizer_dir = Path(config.tokenizer) if config.tokenizer else model_dir
     tokenizer = Tokenizer(tokenizer_dir) if config.tokenizer or has_tokenizer(tokenizer_dir) else None
@@ -225,6 +226,18 @@ def _allocate(backend: Backend, shape: _KvShape, num_blocks: int, block_size: in
     return KVCache.allocate(
         backend, shape.num_layers, num_blocks, block_size, shape.num_kv_heads, shape.head_dim, dtype
     )
+
+
+def _check_num_speculative_tokens(config: EngineConfig, drafter: Drafter | None) -> None:
+    wanted = config.num_speculative_tokens
+    if wanted is None:
+        return
+    if drafter is None:
+        raise ConfigError(f"num_speculative_tokens={wanted} has no effect without a drafter: give --draft")
+    if wanted > drafter.draft_block_size - 1:
+        raise ConfigError(
+            f"num_speculative_tokens={wanted} is invalid: the drafter proposes {drafter.draft_block_size - 1} at most"
+        )
 
 
 def _check_strict(config: EngineConfig, backend: Backend) -> None:
