@@ -232,7 +232,7 @@ class Engine:
         seq, output = sample.seq, sample.output
         state = self._requests[seq.request.request_id]
         was_decoding = seq.is_decoding
-        emitted = _append(output, result)
+        emitted = output.extend(result.token_ids, result.logprobs)
         num_emitted = len(emitted)
         seq.append(emitted)
         if seq.request.params.has_penalties:
@@ -367,12 +367,3 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
         self._blocks.reset_prefix_cache()
-
-
-def _append(output: SampleOutput, result: Verified) -> list[int]:
-    """Commit tokens until the output ends; returns those committed."""
-    token_ids, logprobs = result.token_ids, result.logprobs
-    for i, token_id in enumerate(token_ids):
-        if output.append(token_id, None if logprobs is None else logprobs[i]):
-            return token_ids[: i + 1]
-    return token_ids

@@ -14,7 +14,7 @@ from adaflash.request import (
 
 
 class SampleOutput:
-    """Takes committed tokens one by one, finds where the output ends, and hands out what is new.
+    """Takes committed tokens, finds where the output ends, and hands out what is new.
 
     Args:
         index: Which of the request's n samples.
@@ -45,22 +45,31 @@ class SampleOutput:
         self._new_token_ids: list[int] = []
         self._new_logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
 
-    def append(self, token_id: int, logprobs: TokenLogprobs | None) -> bool:
-        """Commit one token; True when it ends the output, and nothing after it may be committed."""
+    def extend(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> list[int]:
+        """Commit tokens until one ends the output; returns those committed, nothing after them may follow.
+
+        Args:
+            token_ids: What a round decided, at least one token.
+            logprobs: One per token; needed when the request asked for them.
+        """
         assert not self.finished, "nothing is committed after the end"
-        self.num_tokens += 1
-        self._new_token_ids.append(token_id)
+        for num_committed, token_id in enumerate(token_ids, start=1):
+            self.num_tokens += 1
+            is_stop_id = token_id in self._eos_token_ids or token_id in self._stop_token_ids
+            if is_stop_id and self.num_tokens > self._params.min_tokens:
+                self._stop_at_id(token_id)
+            elif self._detokenizer is not None:
+                self._push_text(self._detokenizer, token_id)
+            if not self.finished and self.num_tokens >= self._max_output_tokens:
+                self.finish("length")
+            if self.finished:
+                token_ids = token_ids[:num_committed]
+                break
+        self._new_token_ids += token_ids
         if self._new_logprobs is not None:
             assert logprobs is not None, "logprobs were asked for"
-            self._new_logprobs.append(logprobs)
-        is_stop_id = token_id in self._eos_token_ids or token_id in self._stop_token_ids
-        if is_stop_id and self.num_tokens > self._params.min_tokens:
-            self._stop_at_id(token_id)
-        else:
-            self._push_text(token_id)
-        if not self.finished and self.num_tokens >= self._max_output_tokens:
-            self.finish("length")
-        return self.finished
+            self._new_logprobs += logprobs[: len(token_ids)]
+        return token_ids
 
     def finish(self, reason: FinishReason) -> None:
         """End the output."""
@@ -82,15 +91,13 @@ class SampleOutput:
         return delta
 
     def _stop_at_id(self, token_id: int) -> None:
-        if self._params.include_stop_str_in_output:
-            self._push_text(token_id)
+        if self._params.include_stop_str_in_output and self._detokenizer is not None:
+            self._push_text(self._detokenizer, token_id)
         self.finish("stop")
         self.stop_reason = token_id if token_id in self._stop_token_ids else None
 
-    def _push_text(self, token_id: int) -> None:
-        if self._detokenizer is None:
-            return
-        match = self._detokenizer.push(token_id)
+    def _push_text(self, detokenizer: Detokenizer, token_id: int) -> None:
+        match = detokenizer.push(token_id)
         if match is not None:
             self.finish("stop")
             self.stop_reason = match.stop

@@ -180,16 +180,11 @@ class Runner:
             rows,
             None if self.drafter is None else self.drafter.column_token_ids,
         )
-        num_emitted = [accepted + 1 for accepted in out.num_accepted.tolist()]
-        token_ids = [row[:n] for row, n in zip(out.token_ids.tolist(), num_emitted, strict=True)]
-        corrupted = corrupted_rows(logits).tolist()
+        decided = zip(out.token_ids.tolist(), out.num_accepted.tolist(), strict=True)
+        token_ids = [row[: accepted + 1] for row, accepted in decided]
+        corrupted = _corrupted_seqs(logits, num_drafts)
         logprobs = self._logprobs(sampled, logits, token_ids)
-        verified, row = [], 0
-        for r, tokens, lps in zip(sampled, token_ids, logprobs, strict=True):
-            num_rows = len(r.draft_token_ids) + 1
-            verified.append(Verified(tokens, lps, any(corrupted[row : row + num_rows])))
-            row += num_rows
-        return verified
+        return list(map(Verified, token_ids, logprobs, corrupted))
 
     def _draft_logits(self, sampled: list[Round], drafts: Drafts | None) -> Tensor | None:
         """Return draft logits [S, K, Vd] of the sampled sequences for rejection; rows that did not draft are unread."""
@@ -204,6 +199,8 @@ class Runner:
     ) -> list[list[TokenLogprobs] | None]:
         wanted = [r.scheduled.seq.request.params.logprobs for r in sampled]
         results: list[list[TokenLogprobs] | None] = [None] * len(sampled)
+        if wanted.count(None) == len(wanted):
+            return results
         row = 0
         for s, (r, tokens, num_top) in enumerate(zip(sampled, token_ids, wanted, strict=True)):
             if num_top is not None:
@@ -223,9 +220,19 @@ def _padded_drafts(sampled: list[Round], device: torch.device) -> Tensor:
     """Return [S, max drafts] int64 target-vocabulary ids, -1 where there is none."""
     width = max(len(r.draft_token_ids) for r in sampled)
     padded = np.full((len(sampled), width), -1, dtype=np.int64)
-    for row, r in zip(padded, sampled, strict=True):
-        row[: len(r.draft_token_ids)] = r.draft_token_ids
+    if width:
+        for row, r in zip(padded, sampled, strict=True):
+            row[: len(r.draft_token_ids)] = r.draft_token_ids
     return torch.from_numpy(padded).to(device)
+
+
+def _corrupted_seqs(logits: Tensor, num_drafts: list[int]) -> list[bool]:
+    """Return, for each sequence, whether any of its rows of logits is not finite."""
+    corrupted = corrupted_rows(logits)
+    if not bool(corrupted.any()):
+        return [False] * len(num_drafts)
+    rows = torch.split(corrupted, [count + 1 for count in num_drafts])
+    return [bool(part.any()) for part in rows]
 
 
 def _verify_metadata(num_drafts: list[int], device: torch.device) -> VerifyMetadata:

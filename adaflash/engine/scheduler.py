@@ -137,11 +137,15 @@ class Scheduler:
             num_new: Rows of the step whose tokens are committed.
             wrote_drafter_kv: Whether the drafter's KV was written for the same rows.
         """
+        block_size = self.blocks.block_size
         seq.num_computed += num_new
         seq.has_drafter_kv = seq.has_drafter_kv and wrote_drafter_kv
-        self._register(seq)
-        if seq.is_decoding:
-            self._trim(seq, self.blocks.num_blocks_for(seq.num_computed))
+        if (seq.num_registered + 1) * block_size <= seq.num_computed:
+            self._register(seq)
+        num_blocks = -(-seq.num_computed // block_size)
+        if len(seq.block_table) > num_blocks and seq.is_decoding:
+            self.blocks.release(seq.block_table[num_blocks:])
+            del seq.block_table[num_blocks:]
 
     # ---- parts of schedule() ---------------------------------------------------------------------------------
 
@@ -269,11 +273,6 @@ class Scheduler:
             block = seq.block_table[seq.num_registered]
             seq.last_uid = self.blocks.register(block, seq.last_uid, tokens, seq.has_drafter_kv)
             seq.num_registered += 1
-
-    def _trim(self, seq: Sequence, num_blocks: int) -> None:
-        if len(seq.block_table) > num_blocks:
-            self.blocks.release(seq.block_table[num_blocks:])
-            del seq.block_table[num_blocks:]
 
     def _release(self, seq: Sequence) -> None:
         self.blocks.release(seq.block_table)

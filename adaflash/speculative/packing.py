@@ -34,25 +34,27 @@ def pack(entries: list[PackEntry], block_size: int, device: torch.device) -> Pac
     query_lens = [len(entry.token_ids) for entry in entries]
     seq_lens = [entry.start + query_len for entry, query_len in zip(entries, query_lens, strict=True)]
     lens = np.array(query_lens, dtype=np.int64)
-    starts = np.array([entry.start for entry in entries], dtype=np.int64)
-    cu_seqlens = np.zeros(len(entries) + 1, dtype=np.int64)
+    cu_seqlens = np.zeros(len(entries) + 1, dtype=np.int32)
     np.cumsum(lens, out=cu_seqlens[1:])
     seq_index = np.repeat(np.arange(len(entries)), lens)
-    positions = np.arange(cu_seqlens[-1]) + (starts - cu_seqlens[:-1])[seq_index]
+    first_positions = np.array([entry.start for entry in entries], dtype=np.int64) - cu_seqlens[:-1]
+    positions = np.arange(cu_seqlens[-1], dtype=np.int64) + first_positions[seq_index]
+    blocks, offsets = np.divmod(positions, block_size)
     tables = _pad_tables([entry.block_table for entry in entries])
-    slots = tables[seq_index, positions // block_size] * block_size + positions % block_size
+    slots = tables[seq_index, blocks].astype(np.int64) * block_size + offsets
     token_ids = np.array([t for entry in entries for t in entry.token_ids], dtype=np.int64)
 
-    def put(array: npt.NDArray[np.int64], dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.from_numpy(array).to(device=device, dtype=dtype)
+    def put(array: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
 
     return PackedBatch(
         token_ids=put(token_ids),
         positions=put(positions),
         slot_mapping=put(slots),
-        cu_seqlens_q=put(cu_seqlens, torch.int32),
-        seq_lens=put(np.array(seq_lens, dtype=np.int64), torch.int32),
-        block_tables=put(tables, torch.int32),
+        cu_seqlens_q=put(cu_seqlens),
+        seq_lens=put(np.array(seq_lens, dtype=np.int32)),
+        block_tables=put(tables),
         logits_indices=put(_logits_rows(entries, cu_seqlens)),
         query_lens_cpu=query_lens,
         seq_lens_cpu=seq_lens,
@@ -60,14 +62,14 @@ def pack(entries: list[PackEntry], block_size: int, device: torch.device) -> Pac
     )
 
 
-def _pad_tables(tables: list[list[int]]) -> npt.NDArray[np.int64]:
-    padded = np.zeros((len(tables), max(map(len, tables))), dtype=np.int64)
+def _pad_tables(tables: list[list[int]]) -> npt.NDArray[np.int32]:
+    padded = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
     for row, table in zip(padded, tables, strict=True):
         row[: len(table)] = table
     return padded
 
 
-def _logits_rows(entries: list[PackEntry], cu_seqlens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _logits_rows(entries: list[PackEntry], cu_seqlens: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
     counts = np.array([entry.num_logits for entry in entries], dtype=np.int64)
     ends = np.cumsum(counts)
     first_rows = cu_seqlens[1:] - counts
