@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from adaflash.errors import CapacityError, RequestError, UnavailableError
 from adaflash.request import (
@@ -148,7 +148,7 @@ class FakeEngine:
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         if self.failure is not None:
             raise self.failure
         request = self._admit(prompt, params, request_id or uuid.uuid4().hex)

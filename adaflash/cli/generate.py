@@ -12,7 +12,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from adaflash.cli.flags import add_flags, flags_of, given_flags, merge_settings
 from adaflash.config import ENV_PREFIX, EngineConfig
@@ -144,7 +144,7 @@ async def _engine_deltas(
     with load_progress() as progress:
         engine = AsyncEngine(config, progress=progress)
     try:
-        stream = cast("AsyncGenerator[RequestOutput, None]", engine.generate(prompt, params))
+        stream = engine.generate(prompt, params)
         async with aclosing(stream) as deltas:
             async for delta in deltas:
                 yield delta

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -98,7 +98,7 @@ class AsyncEngine:
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """See `EngineClient.generate`."""
         self._check_admission()
         request = await asyncio.to_thread(self._engine.prepare, prompt, params, request_id)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Protocol
 
 from adaflash.request import EngineInfo, EngineStats, Prompt, RequestOutput, SamplingParams
@@ -21,7 +21,7 @@ class EngineClient(Protocol):
 
     def generate(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Start a request and iterate over its deltas; the last one has `finished` set and the final usage.
 
         Deltas a slow reader has not taken yet are merged into one, so a stream never holds more than its own output.

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 import grpc
 
@@ -91,7 +91,7 @@ class GenerationService(generate_pb2_grpc.GenerationServicer):
         is_first = True
         self.num_active += 1
         try:
-            async with aclosing(cast("AsyncGenerator[RequestOutput, None]", stream)) as outputs:  # closable by contract
+            async with aclosing(stream) as outputs:
                 async for output in outputs:
                     if is_first:
                         self._metrics.first_token(time.monotonic() - started)
