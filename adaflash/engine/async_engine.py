@@ -7,15 +7,16 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from adaflash.config import EngineConfig
 from adaflash.engine.engine import Engine
 from adaflash.engine.loading import LoadProgress
 from adaflash.engine.merge import OutputMerger
-from adaflash.errors import CapacityError, RequestError, UnavailableError
+from adaflash.errors import CapacityError, UnavailableError
 from adaflash.request import EngineInfo, EngineStats, Prompt, Request, RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -24,9 +25,18 @@ T = TypeVar("T")
 
 
 class _Stream:
-    """One request's deltas on the event loop; what a slow reader has not taken is merged into one delta."""
+    """One request's deltas on the event loop; what a slow reader has not taken is merged into one delta.
+
+    Attributes:
+        submitted: Whether the engine has taken the request; set by the engine's thread.
+        finished: Whether the last delta was read.
+        closed: Whether nobody reads any more.
+    """
 
     def __init__(self) -> None:
+        self.submitted = False
+        self.finished = False
+        self.closed = False
         self._pending = OutputMerger()
         self._error: Exception | None = None
         self._ready = asyncio.Event()
@@ -48,7 +58,9 @@ class _Stream:
             raise self._error
         if self._error is None:
             self._ready.clear()
-        return pending.result()
+        delta = pending.result()
+        self.finished = delta.finished
+        return delta
 
 
 class AsyncEngine:
@@ -72,6 +84,7 @@ class AsyncEngine:
         self._max_num_requests = config.max_num_seqs + max_num_waiting
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams: dict[str, _Stream] = {}
+        self._num_open = 0
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._draining = False
         self._closing = False
@@ -101,19 +114,15 @@ class AsyncEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         """See `EngineClient.generate`."""
         self._check_admission()
-        request = await asyncio.to_thread(self._engine.prepare, prompt, params, request_id)
-        self._check_admission()
-        stream = await self._open(request)
-        finished = False
+        self._num_open += 1
         try:
-            while not finished:
-                delta = await stream.get()
-                finished = delta.finished
-                yield delta
+            request = await asyncio.to_thread(self._engine.prepare, prompt, params, request_id)
+            self._check_running()
+            async with self._stream_of(request) as stream:
+                while not stream.finished:
+                    yield await stream.get()
         finally:
-            self._streams.pop(request.request_id, None)
-            if not finished:
-                self._inbox.put(lambda: self._abort_quietly(request.request_id))
+            self._num_open -= 1
 
     async def abort(self, request_id: str) -> bool:
         """See `EngineClient.abort`."""
@@ -127,7 +136,7 @@ class AsyncEngine:
         """See `EngineClient.drain`."""
         self._draining = True
         deadline = asyncio.get_running_loop().time() + timeout_s
-        while self._streams and asyncio.get_running_loop().time() < deadline:
+        while self._num_open and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
         unfinished = list(self._streams)
         for request_id in unfinished:
@@ -142,31 +151,34 @@ class AsyncEngine:
         self._fail_streams(UnavailableError("the server is shutting down"))
 
     def _check_admission(self) -> None:
+        self._check_running()
+        if self._num_open >= self._max_num_requests:
+            raise CapacityError(f"{self._num_open} requests are running or waiting, the limit is reached")
+
+    def _check_running(self) -> None:
         if self._failure is not None:
             raise UnavailableError("the engine has stopped after an internal error") from self._failure
         if self._draining or self._closing:
             raise UnavailableError("the server is shutting down")
-        if len(self._streams) >= self._max_num_requests:
-            raise CapacityError(f"{len(self._streams)} requests are running or waiting, the limit is reached")
 
-    async def _open(self, request: Request) -> _Stream:
-        """Submit a request between two steps and register its stream.
+    @asynccontextmanager
+    async def _stream_of(self, request: Request) -> AsyncIterator[_Stream]:
+        """Submit a request between two steps, and abort it when its stream is left before the end.
 
         Raises:
             RequestError: Its id is in use.
         """
         self._loop = asyncio.get_running_loop()
-        if request.request_id in self._streams:
-            raise RequestError("request_id", request.request_id, "unique among running requests")
-        stream = self._streams[request.request_id] = _Stream()
+        stream = _Stream()
         try:
-            await self._call(lambda: self._engine.submit(request))
-        except BaseException:
-            # A cancellation may come before or after the engine took the request: abort it either way.
-            self._streams.pop(request.request_id, None)
-            self._inbox.put(lambda: self._abort_quietly(request.request_id))
-            raise
-        return stream
+            await self._call(lambda: self._submit_now(request, stream))
+            yield stream
+        finally:
+            stream.closed = True
+            if self._streams.get(request.request_id) is stream:
+                del self._streams[request.request_id]
+            if not stream.finished:
+                self._inbox.put(lambda: self._abandon_now(request, stream))
 
     async def _call(self, function: Callable[[], T]) -> T:
         """Run `function` on the engine's thread between two steps and return its result."""
@@ -184,6 +196,10 @@ class AsyncEngine:
         if self._stopped:
             self._drain_inbox()
         return await asyncio.wrap_future(future)
+
+    def _register(self, request_id: str, stream: _Stream) -> None:
+        if not stream.closed:
+            self._streams[request_id] = stream
 
     def _deliver(self, deltas: list[RequestOutput]) -> None:
         for delta in deltas:
@@ -233,9 +249,17 @@ class AsyncEngine:
             self._post(lambda: self._deliver([delta]))
         return delta is not None
 
-    def _abort_quietly(self, request_id: str) -> None:
-        """Abort a request nobody reads any more."""
-        self._engine.abort(request_id)
+    def _submit_now(self, request: Request, stream: _Stream) -> None:
+        self._check_running()  # The step before may have failed.
+        self._engine.submit(request)
+        stream.submitted = True
+        # Posted between the deltas of an earlier request of this name and the first of this one.
+        self._post(lambda: self._register(request.request_id, stream))
+
+    def _abandon_now(self, request: Request, stream: _Stream) -> None:
+        """Abort a request nobody reads any more; one that was never taken must not end another of its name."""
+        if stream.submitted:
+            self._engine.abort(request.request_id)
 
     def _post(self, callback: Callable[[], None]) -> None:
         loop = self._loop

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
+import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -221,3 +223,59 @@ def test_drain_aborts_what_does_not_finish_in_time(setup: TinySetup) -> None:
         return await running
 
     assert _run(setup, body)[-1].outputs[0].finish_reason == "abort"
+
+
+def test_an_id_used_again_right_after_its_stream_was_closed_gets_its_own_tokens(
+    setup: TinySetup, expected: list[list[int]]
+) -> None:
+    """Deltas of the closed request may still be on their way when the next one of its name starts."""
+
+    async def body(client: AsyncEngine, engine: Engine) -> None:
+        for number in range(60):
+            first, second = number % len(PROMPTS), (number + 7) % len(PROMPTS)
+            stream = client.generate(PROMPTS[first], PARAMS, "same")
+            async for _ in stream:
+                break
+            time.sleep(0.01)  # The engine thread goes on, and what it posts waits for the loop.
+            await stream.aclose()
+            assert _tokens(await _collect(client, PROMPTS[second], "same")) == expected[second]
+        await _wait_idle(client)
+        assert not client._streams
+        assert not engine._requests
+
+    _run(setup, body)
+
+
+def test_a_refused_duplicate_does_not_touch_the_request_of_its_name(
+    setup: TinySetup, expected: list[list[int]]
+) -> None:
+    async def body(client: AsyncEngine, _: Engine) -> list[int]:
+        running = asyncio.create_task(_collect(client, PROMPTS[0], "same"))
+        await asyncio.sleep(0.01)
+        for _attempt in range(5):
+            with pytest.raises(RequestError, match="request_id"):
+                await _collect(client, PROMPTS[1], "same")
+        return _tokens(await running)
+
+    assert _run(setup, body) == expected[0]
+
+
+def test_a_request_on_its_way_in_when_the_engine_fails_is_told(setup: TinySetup) -> None:
+    async def body(client: AsyncEngine, engine: Engine) -> None:
+        in_step, go_on = threading.Event(), threading.Event()
+
+        def broken() -> list[RequestOutput]:
+            in_step.set()
+            go_on.wait()
+            raise RuntimeError("device lost")
+
+        engine.step = broken  # type: ignore[method-assign]
+        first = asyncio.create_task(_collect(client, PROMPTS[0]))
+        await asyncio.to_thread(in_step.wait)
+        late = asyncio.create_task(_collect(client, PROMPTS[1]))
+        await asyncio.sleep(0.1)  # Its submission waits for the step to end.
+        go_on.set()
+        results = await asyncio.wait_for(asyncio.gather(first, late, return_exceptions=True), 10.0)
+        assert [type(result) for result in results] == [UnavailableError, UnavailableError]
+
+    _run(setup, body)
