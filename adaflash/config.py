@@ -36,6 +36,12 @@ def _require_min(field: str, value: float | None, minimum: float) -> None:
         _require(is_number and value >= minimum, field, value, f">= {minimum}")
 
 
+def _require_int(field: str, value: object, minimum: int) -> None:
+    if value is not None:
+        is_int = isinstance(value, int) and not isinstance(value, bool)
+        _require(is_int and value >= minimum, field, value, f"an integer >= {minimum}")  # type: ignore[operator]
+
+
 def suggest(name: str, known: Iterable[str]) -> str:
     """Return ` (did you mean X?)` for the known name nearest to `name`, or an empty string."""
     nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
@@ -98,12 +104,12 @@ class EngineConfig:
         _require_choice("dtype", self.dtype, get_args(Dtype))
         _require_choice("verify_policy", self.verify_policy, get_args(VerifyPolicyName))
         _require_choice("sampling_coupling", self.sampling_coupling, get_args(SamplingCoupling))
-        for name in ("max_model_len", "num_kv_blocks", "kv_cache_memory_bytes", "block_size", "num_threads"):
-            _require_min(name, getattr(self, name), 1)
+        for name in ("num_kv_blocks", "kv_cache_memory_bytes", "block_size", "num_threads", "num_speculative_tokens"):
+            _require_int(name, getattr(self, name), 1)
         for name in ("max_num_seqs", "max_num_batched_tokens", "length_head_min"):
-            _require_min(name, getattr(self, name), 1)
-        _require_min("num_speculative_tokens", self.num_speculative_tokens, 1)
-        _require_min("seed", self.seed, 0)
+            _require_int(name, getattr(self, name), 1)
+        _require_int("max_model_len", self.max_model_len, 2)
+        _require_int("seed", self.seed, 0)
         _require(
             0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]"
         )
@@ -136,7 +142,7 @@ class ServerConfig:
         max_num_waiting: Requests allowed to wait; one more is refused with RESOURCE_EXHAUSTED.
         max_stream_buffer_bytes: Largest message of a reply stream, and so what a stream holds for a client that does
             not read; what merged to more meanwhile is split.
-        stream_stall_timeout_s: A client that reads nothing for so long while a message waits is cut.
+        stream_stall_timeout_s: A client that reads nothing for so long while a message waits is cut; at least 0.1.
         shutdown_grace_period_s: After SIGTERM, seconds in which new calls are still accepted.
         shutdown_timeout_s: Seconds running requests get to finish on shutdown.
     """
@@ -162,7 +168,8 @@ class ServerConfig:
         _require(0 <= (self.metrics_port or 0) <= 65535, "metrics_port", self.metrics_port, "in [0, 65535]")
         for name in ("max_message_bytes", "max_num_waiting", "max_stream_buffer_bytes"):
             _require_min(name, getattr(self, name), 1)
-        for name in ("stream_stall_timeout_s", "shutdown_grace_period_s", "shutdown_timeout_s"):
+        _require_min("stream_stall_timeout_s", self.stream_stall_timeout_s, 0.1)
+        for name in ("shutdown_grace_period_s", "shutdown_timeout_s"):
             _require_min(name, getattr(self, name), 0)
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("ssl_certfile and ssl_keyfile go together: one of them is missing")

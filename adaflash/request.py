@@ -92,6 +92,10 @@ class SamplingParams:
         _check(_is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self.max_tokens, ">= 1")
         valid_min = _is_int(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens
         _check(valid_min, "min_tokens", self.min_tokens, f"in [0, max_tokens={self.max_tokens}]")
+        valid_stop = self.stop is None or isinstance(self.stop, (str, list, tuple))
+        _check(valid_stop, "stop", self.stop, "a string, a list of strings or None")
+        valid_ids = isinstance(self.stop_token_ids, (list, tuple))
+        _check(valid_ids, "stop_token_ids", self.stop_token_ids, "a list of token ids")
         _check(len(self.stop_strings) <= MAX_STOP_STRINGS, "stop", self.stop, f"at most {MAX_STOP_STRINGS} strings")
         _check(all(isinstance(s, str) and s for s in self.stop_strings), "stop", self.stop, "non-empty strings")
         valid_logprobs = self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS)
@@ -173,7 +177,8 @@ class Usage(NamedTuple):
 class SpeculationStats:
     """What speculation did for one request; the engine counts, the reply carries a copy.
 
-    `num_rounds` counts target forwards that emitted tokens for the request, with or without drafts.
+    `num_rounds` counts decode rounds: target forwards, with or without drafts, that started from an anchor. The forward
+    that ends a prefill also emits a token, but is no round, and its token is not in `num_emitted_tokens`.
     """
 
     verify_policy: str = "off"

@@ -85,6 +85,7 @@ class Engine:
         self.config = config
         self._loaded = loaded or load_engine(config, progress)
         self._runner = self._loaded.runner
+        self._eos_token_ids = self._loaded.info.eos_token_ids
         self._blocks = BlockManager(self._loaded.num_kv_blocks, self._loaded.block_size, config.enable_prefix_caching)
         self._policy = self._make_policy(config.verify_policy)
         self._scheduler = Scheduler(
@@ -149,15 +150,20 @@ class Engine:
         prompt_list = as_prompt_list(prompts)
         each = as_params_list(params, len(prompt_list))
         requests = [self.prepare(prompt, p) for prompt, p in zip(prompt_list, each, strict=True)]
-        for request in requests:
-            self.submit(request)
         replies = {request.request_id: OutputMerger() for request in requests}
         num_running = len(replies)
-        while num_running:
-            for delta in self.step():
-                if delta.request_id in replies:
-                    replies[delta.request_id].add(delta)
-                    num_running -= delta.finished
+        try:
+            for request in requests:
+                self.submit(request)
+            while num_running:
+                for delta in self.step():
+                    if delta.request_id in replies:
+                        replies[delta.request_id].add(delta)
+                        num_running -= delta.finished
+        except BaseException:
+            for request in requests:
+                self.abort(request.request_id)
+            raise
         return [reply.result() for reply in replies.values()]
 
     def _new_sample(self, request: Request, index: int) -> _Sample:
@@ -166,12 +172,7 @@ class Engine:
         seq = Sequence(key, request, index, min(params.max_tokens, room))
         tokenizer = self._loaded.tokenizer
         detokenizer = None if tokenizer is None else Detokenizer(tokenizer, params, request.prompt_token_ids)
-        eos_ids = frozenset(self._loaded.info.eos_token_ids)
-        output = SampleOutput(index, params, eos_ids, seq.max_output_tokens, detokenizer)
-        assert params.seed is not None, "prepare() resolved the seed"
-        self._runner.sampling.add(
-            key, request.prompt_token_ids, params, params.seed, index, self._loaded.info.eos_token_ids
-        )
+        output = SampleOutput(index, params, frozenset(self._eos_token_ids), seq.max_output_tokens, detokenizer)
         sample = _Sample(seq, output)
         self._samples[key] = sample
         return sample
@@ -185,12 +186,24 @@ class Engine:
         plan = self._scheduler.schedule()
         if not plan.scheduled:
             return []
+        self._register_new(plan)
         self._runner.copy_blocks(plan.copy_pairs)
         rounds, drafts = self._draft(plan)
         verified = self._runner.verify(rounds, drafts, write_drafter_kv=self._scheduler.limits is not None)
         deltas = self._commit(rounds, verified)
         self._counters.end_step(time.perf_counter() - started, self._runner.times)
         return deltas
+
+    def _register_new(self, plan: Schedule) -> None:
+        """Give sequences that run for the first time their sampling state; waiting ones hold no device memory."""
+        for item in plan.scheduled:
+            seq = item.seq
+            if seq.key not in self._runner.sampling:
+                params = seq.request.params
+                assert params.seed is not None, "prepare() resolved the seed"
+                self._runner.sampling.add(
+                    seq.key, seq.request.prompt_token_ids, params, params.seed, seq.sample_index, self._eos_token_ids
+                )
 
     def _draft(self, plan: Schedule) -> tuple[list[Round], Drafts | None]:
         drafting = [item for item in plan.scheduled if item.max_drafts > 0]
@@ -302,7 +315,8 @@ class Engine:
 
     def _retire(self, sample: _Sample) -> None:
         self._scheduler.remove(sample.seq)
-        self._runner.sampling.remove(sample.seq.key)
+        if sample.seq.key in self._runner.sampling:
+            self._runner.sampling.remove(sample.seq.key)
         del self._samples[sample.seq.key]
 
     # ---- policy ----------------------------------------------------------------------------------------------

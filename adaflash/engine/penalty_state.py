@@ -50,6 +50,10 @@ class PenaltyState:
         slot = self._slots.pop(seq_key, None)
         if slot is not None:
             self._free.append(slot)
+        if not self._slots:  # Give the memory of a burst back.
+            self.output_counts = self.output_counts.new_zeros(0, self._vocab_size)
+            self.prompt_mask = self.prompt_mask.new_zeros(0, self._vocab_size)
+            self._free = []
 
     def _grow(self) -> None:
         size = self.output_counts.shape[0]

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import itertools
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import replace
+from numbers import Integral
 
 from adaflash.engine.tokenizer import Tokenizer
 from adaflash.errors import RequestError
@@ -44,7 +46,7 @@ class RequestPreparer:
             raise RequestError("stop", params.stop, "empty: this model has no tokenizer, use stop_token_ids")
         if params.seed is None:
             params = replace(params, seed=_mix_seed(self._seed, number))
-        return Request(request_id or f"request-{number}", token_ids, params, text, time.monotonic())
+        return Request(request_id or f"adaflash-{uuid.uuid4().hex}", token_ids, params, text, time.monotonic())
 
     def _tokenize(self, prompt: Prompt) -> tuple[list[int], str | None]:
         messages, token_ids = [], []
@@ -53,7 +55,7 @@ class RequestPreparer:
                 if isinstance(item, ChatMessage):
                     messages.append(item)
                 else:
-                    token_ids.append(item)
+                    token_ids.append(int(item) if isinstance(item, Integral) and not isinstance(item, bool) else item)
             if messages and token_ids:
                 raise RequestError("prompt", prompt, "all token ids or all ChatMessage")
             if not messages:
@@ -75,8 +77,8 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     for item in prompts:
         if isinstance(item, ChatMessage):
             messages.append(item)
-        elif isinstance(item, int):
-            token_ids.append(item)
+        elif isinstance(item, (int, Integral)):
+            token_ids.append(int(item))
         else:
             prompt_list.append(item)
     given = [kind for kind in (prompt_list, token_ids, messages) if kind]

@@ -121,6 +121,9 @@ class SamplingBuilder:
             self._free_seats = list(range(2 * size - 1, size - 1, -1))
         return self._free_seats.pop()
 
+    def __contains__(self, seq_key: int) -> bool:
+        return seq_key in self._seats
+
     def commit(self, seq_key: int, new_token_ids: Sequence[int]) -> None:
         """Count tokens that became part of the sequence's output."""
         self._penalties.count(seq_key, new_token_ids)
