@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 import asyncio
-import dataclasses
 import logging
 
 import grpc
@@ -109,7 +108,7 @@ def test_a_client_slower_than_the_engine_gets_everything_in_fewer_messages():
         async with serving(engine, max_stream_buffer_bytes=10**7, stream_stall_timeout_s=5.0) as served:
             deltas = []
             async for delta in served.client.generate_stream("a", SamplingParams(max_tokens=1000)):
-                deltas.append(dataclasses.replace(delta, outputs=[len(delta.outputs[0].token_ids)]))
+                deltas.append(delta._replace(outputs=[len(delta.outputs[0].token_ids)]))
                 await asyncio.sleep(0.05 if len(deltas) < 20 else 0)
             assert sum(delta.outputs[0] for delta in deltas) == 1000
             assert len(deltas) < 900, "what could not be sent was merged"
