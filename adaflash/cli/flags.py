@@ -252,7 +252,9 @@ def read_config_file(path: str, flags: Iterable[Flag]) -> dict[str, object]:
     for key, value in (values or {}).items():
         name = str(key).replace("-", "_")
         if name not in known:
-            raise ConfigError(f"config file {path!r}: unknown key {key!r}{suggest(name, known)}")
+            spelling = "_" if "_" in str(key) else "-"
+            hint = suggest(str(key), (known_name.replace("_", spelling) for known_name in known))
+            raise ConfigError(f"config file {path!r}: unknown key {key!r}{hint}")
         flag = known[name]
         if flag.field in settings:
             raise ConfigError(f"config file {path!r}: {key!r} gives {flag.field!r} twice")

@@ -66,7 +66,7 @@ def test_command_line_beats_environment_beats_file_beats_default(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("max-model-lenn: 3", "unknown key 'max-model-lenn'.*max_model_len"),
+        ("max-model-lenn: 3", "unknown key 'max-model-lenn'.*'max-model-len'"),
         ("max-num-seqs: many", "max-num-seqs='many' is invalid: must be an integer"),
         ("strict-ops: 1", "strict-ops=1 is invalid: must be true or false"),
         ("verify-policy: best", "must be one of auto, off"),
