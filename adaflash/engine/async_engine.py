@@ -100,11 +100,6 @@ class AsyncEngine:
         """What is being served."""
         return self._engine.info
 
-    @property
-    def is_healthy(self) -> bool:
-        """Whether the engine takes requests: not draining, closed or failed."""
-        return not (self._draining or self._closing or self._failure)
-
     def stats(self) -> EngineStats:
         """Return the current gauges and counters."""
         return self._engine.stats()
