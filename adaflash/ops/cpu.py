@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import os
+from operator import mul
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from adaflash.ops import cpu_kernels as kernels
 from adaflash.ops.backend import Backend, LinearFn, MemoryInfo
 from adaflash.ops.cpu_attention import CpuAttentionMetadata, PlanKey, run_plan
 from adaflash.ops.metadata import AttentionMetadata, NormOutput, PackedBatch
@@ -19,17 +21,22 @@ PACKED_ROWS = 32
 
 DEFAULT_KV_BYTES = 4 * 1024**3
 
-# Up to here q and k are rotated in one go: half the calls, for one more copy.
-MAX_JOINT_ROPE_ROWS = 128
+# From here on two threads of PyTorch beat one of a compiled kernel (docs/adr/0002-cpu-backend.md).
+MAX_COMPILED_SILU_ROWS = 16
+MAX_COMPILED_PAIRS = 512  # (query, key) pairs of a step
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [T, heads, D] fp32 by cos/sin [T, 1, rotary_dim / 2]."""
-    half, head_dim = cos.shape[-1], x.shape[-1]
-    sizes = (half, half) if head_dim == 2 * half else (half, half, head_dim - 2 * half)
-    first, second, *rest = x.split_with_sizes(sizes, dim=-1)
-    rotated = ((first * cos).addcmul_(second, sin, value=-1), (second * cos).addcmul_(first, sin))
-    return torch.cat((*rotated, *rest), dim=-1)
+def _is_inference(*tensors: Tensor) -> bool:
+    """Return whether all are fp32 and none needs a gradient: what compiled kernels take."""
+    for tensor in tensors:  # noqa: SIM110 - `all` costs as much as a kernel
+        if tensor.dtype is not torch.float32 or tensor.requires_grad:
+            return False
+    return True
+
+
+def _has_adjacent_heads(x: Tensor) -> bool:
+    """Return whether the heads of each row of x [T, heads, D] lie side by side."""
+    return x.stride(2) == 1 and x.stride(1) == x.shape[2]
 
 
 class CpuBackend(Backend):
@@ -42,49 +49,63 @@ class CpuBackend(Backend):
         super().__init__(device)
         # Huge pages for weights and caches: 8 % less time per token. PyTorch reads this at its first allocation.
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-        self._scalars: dict[float, Tensor] = {}
-        self._checked_slots: Tensor | None = None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> NormOutput:
         """See `Backend.rms_norm`."""
-        if x.dtype != torch.float32:
+        if not _is_inference(x, weight, x if residual is None else residual):
             return super().rms_norm(x, weight, eps, residual)
-        summed = x if residual is None else x + residual
-        squares = (summed * summed).sum(-1, keepdim=True)  # [..., 1]
-        inverse = torch.add(self._scalar(eps), squares, alpha=1 / x.shape[-1]).rsqrt_()
-        return NormOutput((summed * inverse).mul_(weight), summed)
-
-    def _scalar(self, value: float) -> Tensor:
-        """Return a cached fp32 tensor of shape []."""
-        if value not in self._scalars:
-            self._scalars[value] = torch.tensor(value, dtype=torch.float32)
-        return self._scalars[value]
+        x, size = x.contiguous(), x.shape[-1]
+        normed, num_rows = torch.empty_like(x), x.numel() // size
+        if residual is None:
+            kernels.rms_norm(x.data_ptr(), 0, weight.data_ptr(), eps, normed.data_ptr(), 0, num_rows, size)
+            return NormOutput(normed, x)
+        residual, summed = residual.contiguous(), torch.empty_like(x)
+        addresses = x.data_ptr(), residual.data_ptr(), weight.data_ptr()
+        kernels.rms_norm(*addresses, eps, normed.data_ptr(), summed.data_ptr(), num_rows, size)
+        return NormOutput(normed, summed)
 
     def apply_rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """See `Backend.apply_rope`."""
-        if q.dtype != torch.float32:
+        if not (_is_inference(q, k, cos, sin) and _has_adjacent_heads(q) and _has_adjacent_heads(k)):
             return super().apply_rope(q, k, cos, sin)
-        cos, sin = cos[:, None], sin[:, None]
-        if q.shape[0] > MAX_JOINT_ROPE_ROWS:
-            return _rotate(q, cos, sin), _rotate(k, cos, sin)
-        joint = _rotate(torch.cat((q, k), dim=1), cos, sin)
-        rotated_q, rotated_k = joint.split_with_sizes((q.shape[1], k.shape[1]), dim=1)
+        num_rows, num_heads, head_dim = q.shape
+        cos, sin, rotated_q, rotated_k = cos.contiguous(), sin.contiguous(), q.new_empty(q.shape), k.new_empty(k.shape)
+        kernels.apply_rope(
+            q.data_ptr(),
+            q.stride(0),
+            k.data_ptr(),
+            k.stride(0),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            rotated_q.data_ptr(),
+            rotated_k.data_ptr(),
+            num_rows,
+            num_heads,
+            head_dim,
+            k.shape[1],
+            cos.shape[1],
+        )
         return rotated_q, rotated_k
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """See `Backend.silu_and_mul`."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        if num_rows > MAX_COMPILED_SILU_ROWS or not _is_inference(gate_up):
+            gate, up = gate_up.chunk(2, dim=-1)
+            return F.silu(gate).mul_(up)
+        gate_up, out = gate_up.contiguous(), gate_up.new_empty(num_rows, size)
+        kernels.silu_and_mul(gate_up.data_ptr(), out.data_ptr(), num_rows, size)
+        return out
 
     def write_kv(self, k: Tensor, v: Tensor, k_cache_: Tensor, v_cache_: Tensor, slot_mapping: Tensor) -> None:
-        """See `Backend.write_kv`; only slots of -1 need the reference's masks."""
-        if slot_mapping is not self._checked_slots:  # All layers of a step pass the same tensor.
-            if slot_mapping.numel() == 0 or int(slot_mapping.min()) < 0:
-                super().write_kv(k, v, k_cache_, v_cache_, slot_mapping)
-                return
-            self._checked_slots = slot_mapping
-        k_cache_.flatten(0, 1).index_copy_(0, slot_mapping, k)
-        v_cache_.flatten(0, 1).index_copy_(0, slot_mapping, v)
+        """See `Backend.write_kv`."""
+        if not (_is_inference(k, v, k_cache_, v_cache_) and _has_adjacent_heads(k) and _has_adjacent_heads(v)):
+            super().write_kv(k, v, k_cache_, v_cache_, slot_mapping)
+            return
+        num_rows, num_heads, head_dim = k.shape
+        for rows, cache_ in ((k, k_cache_), (v, v_cache_)):
+            addresses = rows.data_ptr(), rows.stride(0), slot_mapping.data_ptr(), cache_.data_ptr()
+            kernels.write_rows(*addresses, num_rows, num_heads * head_dim)
 
     def paged_attention(
         self,
@@ -100,6 +121,8 @@ class CpuBackend(Backend):
         needs_grad = torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad)
         if needs_grad or not isinstance(meta, CpuAttentionMetadata):
             return super().paged_attention(q, k_cache, v_cache, meta, scale, causal, window)
+        if 0 < meta.num_pairs <= MAX_COMPILED_PAIRS and _is_inference(q, k_cache, v_cache):
+            return _attend(q.contiguous(), k_cache, v_cache, meta, scale, causal, window)
         _, block_size, num_kv_heads, head_dim = k_cache.shape
         key = PlanKey(causal, window, block_size, q.shape[1], num_kv_heads, head_dim, q.dtype)
         return run_plan(meta.plan(key), q, k_cache, v_cache, scale)
@@ -113,6 +136,7 @@ class CpuBackend(Backend):
             batch.query_lens_cpu,
             batch.seq_lens_cpu,
             batch.block_tables_cpu,
+            sum(map(mul, batch.query_lens_cpu, batch.seq_lens_cpu)),
         )
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> LinearFn:
@@ -141,3 +165,38 @@ class CpuBackend(Backend):
     def preferred_dtype(self, checkpoint_dtype: torch.dtype) -> torch.dtype:
         """Return fp32: without bf16 units, bf16 is several times slower than fp32."""
         return torch.float32
+
+
+def _attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    meta: CpuAttentionMetadata,
+    scale: float,
+    causal: bool,
+    window: int | None,
+) -> Tensor:
+    """Attend in one compiled call, [T, Hq, D] -> [T, Hq, D]; see `Backend.paged_attention`."""
+    out = torch.empty_like(q)
+    (_, num_heads, head_dim), (_, block_size, num_kv_heads, _) = q.shape, k_cache.shape
+    num_seqs, max_blocks = meta.block_tables.shape
+    kernels.paged_attention(
+        q.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        out.data_ptr(),
+        meta.cu_seqlens_q.data_ptr(),
+        meta.seq_lens.data_ptr(),
+        meta.block_tables.data_ptr(),
+        num_seqs,
+        max_blocks,
+        block_size,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        max(meta.seq_lens_cpu),
+        scale,
+        causal,
+        window or 0,
+    )
+    return out

@@ -121,8 +121,12 @@ class SequenceSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class CpuAttentionMetadata(AttentionMetadata):
-    """Attention lengths of a step and the plans its layers share; `plans` is filled by the first layer."""
+    """Attention lengths of a step, and the plans its layers share, each made by the first of them.
 
+    `num_pairs`: (query, key) pairs of the step, a measure of its work.
+    """
+
+    num_pairs: int = 0
     plans: dict[PlanKey, list[Group]] = field(default_factory=dict)
 
     def plan(self, key: PlanKey) -> list[Group]:

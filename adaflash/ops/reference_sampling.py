@@ -15,8 +15,6 @@ from adaflash.ops.lazy_noise import lazy_argmax
 from adaflash.ops.metadata import SamplingMetadata, VerifyMetadata, VerifyOutput
 from adaflash.ops.noise import ACCEPT_STREAM, RESIDUAL_STREAM, TOKEN_STREAM, NoiseRows, gumbel, uniform
 
-_MIN_LAZY_COLUMNS = 2048
-
 SampleOp = Callable[[Tensor, SamplingMetadata], Tensor]
 
 
@@ -92,7 +90,7 @@ def _draw(adjusted: Tensor, sampling: SamplingMetadata) -> Tensor:
 
 def _noisy_argmax(scores: Tensor, rows: NoiseRows, stream: int, token_ids: Tensor | None) -> Tensor:
     """Return argmax(scores + Gumbel noise) per row, [n, V] -> [n]."""
-    if scores.device.type == "cpu" and scores.shape[1] >= _MIN_LAZY_COLUMNS:
+    if scores.device.type == "cpu":
         return lazy_argmax(scores, rows, stream, token_ids)
     return (scores + gumbel(rows, stream, scores.shape[1], token_ids)).argmax(-1)
 

@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -109,6 +110,7 @@ class VllmSystem:
             if line.startswith("RESULT "):
                 answer: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
                 return answer
+            sys.stderr.write(line)  # vLLM logs to stdout.
         raise RuntimeError(f"vLLM ended with exit code {self._process.wait()}; its log is above")
 
 

@@ -31,6 +31,7 @@ def main() -> None:
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
         enable_prefix_caching=False,
+        gpu_memory_utilization=0.2,  # Of the memory; its default asks for 92 % to be free beside the other systems.
         speculative_config=json.loads(args.speculative) if args.speculative else None,
     )
     _answer({"version": vllm.__version__})

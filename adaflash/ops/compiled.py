@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What compiled kernels are written with: a typed decorator, pointers to addresses, and an exponential that vectorises.
+
+Kernels take addresses of contiguous memory, since converting a tensor to an array costs more than most of them run;
+their callers check shapes and dtypes. Compiled by numba at first import, then cached on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ParamSpec
+
+import numpy as np
+from numba import njit, types
+from numba.extending import intrinsic
+
+P = ParamSpec("P")
+Kernel = Callable[P, None]
+
+FAST = frozenset({"reassoc", "contract", "nsz", "arcp"})
+"""Sums may be reordered, so that they vectorise; NaN and infinity keep their meaning."""
+
+_LOG2_E = np.float32(1.44269504)
+_LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+_ROUND = np.float32(1.5 * 2**23)  # added and subtracted, rounds to an integer, which is then in the low bits
+_MIN_EXPONENT, _MAX_EXPONENT = np.float32(-87.0), np.float32(88.0)
+
+
+def compiled(
+    signature: str, fastmath: frozenset[str] = frozenset()
+) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Compile a kernel for one signature, with LLVM's fast-math flags `fastmath`."""
+    decorator: Callable[[Kernel[P]], Kernel[P]] = njit(
+        signature, fastmath=set(fastmath), cache=True, error_model="numpy"
+    )
+    return decorator
+
+
+def _pointer(dtype: Any) -> Any:
+    @intrinsic
+    def pointer(_context: Any, _address: Any) -> Any:
+        pointer_type = types.CPointer(dtype)
+
+        def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], context.get_value_type(pointer_type))
+
+        return pointer_type(types.intp), generate
+
+    return pointer
+
+
+def _reinterpret(source: Any, target: Any) -> Any:
+    @intrinsic
+    def reinterpret(_context: Any, _value: Any) -> Any:
+        def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            return builder.bitcast(args[0], context.get_value_type(target))
+
+        return target(source), generate
+
+    return reinterpret
+
+
+# In kernels: the address of an array as a pointer, for `numba.carray`; fp32 and its int32 bits.
+floats, ints, longs = _pointer(types.float32), _pointer(types.int32), _pointer(types.int64)
+float_of_bits, bits_of_float = _reinterpret(types.int32, types.float32), _reinterpret(types.float32, types.int32)
+
+
+@njit("float32(float32)", fastmath={"contract"}, cache=True)
+def exp(x: Any) -> Any:
+    """Return e^x within 2 ulp, without a call, so that loops over it vectorise; the ends of the range saturate.
+
+    x = n ln 2 + r, and e^r by a polynomial of degree 6 (Cephes' expf). NaN stays NaN.
+    """
+    x = _MAX_EXPONENT if x > _MAX_EXPONENT else x
+    x = _MIN_EXPONENT if x < _MIN_EXPONENT else x
+    shifted = x * _LOG2_E + _ROUND
+    n = shifted - _ROUND
+    r = x - n * _LN2_HIGH
+    r = r - n * _LN2_LOW
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    p = p * r * r + r + np.float32(1)
+    return p * float_of_bits((bits_of_float(shifted) << np.int32(23)) + np.int32(127 << 23))

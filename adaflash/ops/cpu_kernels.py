@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled kernels of the `cpu` backend: fp32 loops on one thread, for ops that are too small to share.
+
+A PyTorch call costs 5 to 20 us, and four times that between two large matmuls, which flush the caches; a plain step has
+hundreds. Arguments are addresses; see `ops.compiled`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray
+
+from adaflash.ops.compiled import FAST, compiled, exp, floats, ints, longs
+
+_ZERO, _ONE = np.float32(0), np.float32(1)
+
+
+@compiled("void(intp, intp, intp, float32, intp, intp, intp, intp)", FAST)
+def rms_norm(x: int, residual: int, weight: int, eps: float, normed_: int, summed_: int, num_rows: int, n: int) -> None:
+    """See `Backend.rms_norm`; `residual` and `summed_` are 0 where there is none, all others [num_rows, n]."""
+    w = carray(floats(weight), (n,))
+    for row in range(num_rows):
+        offset = 4 * row * n
+        h, out = carray(floats(x + offset), (n,)), carray(floats(normed_ + offset), (n,))
+        squares = _ZERO
+        if residual != 0:
+            r, total = carray(floats(residual + offset), (n,)), carray(floats(summed_ + offset), (n,))
+            for i in range(n):
+                total[i] = h[i] + r[i]
+            h = total
+        for i in range(n):
+            squares += h[i] * h[i]
+        inverse = _ONE / np.sqrt(squares / np.float32(n) + eps)
+        for i in range(n):
+            out[i] = h[i] * inverse * w[i]
+
+
+@compiled("void(intp, intp, intp, intp)", FAST)
+def silu_and_mul(gate_up: int, out_: int, num_rows: int, n: int) -> None:
+    """See `Backend.silu_and_mul`; [num_rows, 2n] -> [num_rows, n]."""
+    for row in range(num_rows):
+        gate = carray(floats(gate_up + 8 * row * n), (n,))
+        up = carray(floats(gate_up + 8 * row * n + 4 * n), (n,))
+        out = carray(floats(out_ + 4 * row * n), (n,))
+        for i in range(n):
+            out[i] = gate[i] / (_ONE + exp(-gate[i])) * up[i]
+
+
+@compiled("void(intp, intp, intp, intp, intp, intp, intp, intp, intp, intp, intp, intp, intp)", FAST)
+def apply_rope(
+    q: int,
+    q_stride: int,
+    k: int,
+    k_stride: int,
+    cos: int,
+    sin: int,
+    rotated_q_: int,
+    rotated_k_: int,
+    num_rows: int,
+    num_heads: int,
+    head_dim: int,
+    num_kv_heads: int,
+    half: int,
+) -> None:
+    """See `Backend.apply_rope`; rows of q and k are `*_stride` elements apart, their heads lie side by side."""
+    for row in range(num_rows):
+        c, s = carray(floats(cos + 4 * row * half), (half,)), carray(floats(sin + 4 * row * half), (half,))
+        for head in range(num_heads + num_kv_heads):
+            if head < num_heads:
+                source, target = q + 4 * row * q_stride, rotated_q_ + 4 * row * num_heads * head_dim
+                offset = 4 * head * head_dim
+            else:
+                source, target = k + 4 * row * k_stride, rotated_k_ + 4 * row * num_kv_heads * head_dim
+                offset = 4 * (head - num_heads) * head_dim
+            x = carray(floats(source + offset), (head_dim,))
+            out = carray(floats(target + offset), (head_dim,))
+            for i in range(half):
+                first, second = x[i], x[half + i]
+                out[i] = first * c[i] - second * s[i]
+                out[half + i] = second * c[i] + first * s[i]
+            for i in range(2 * half, head_dim):
+                out[i] = x[i]
+
+
+@compiled("void(intp, intp, intp, intp, intp, intp)")
+def write_rows(x: int, row_stride: int, slots: int, cache_: int, num_rows: int, n: int) -> None:
+    """Copy row r of x, n elements, to row `slots[r]` of the cache, both fp32; a slot of -1 is skipped."""
+    slot_of = carray(longs(slots), (num_rows,))
+    for row in range(num_rows):
+        if slot_of[row] >= 0:
+            source = carray(floats(x + 4 * row * row_stride), (n,))
+            out = carray(floats(cache_ + 4 * slot_of[row] * n), (n,))
+            for i in range(n):
+                out[i] = source[i]
+
+
+@compiled(
+    "void(intp, intp, intp, intp, intp, intp, intp, intp, intp, intp, intp, intp, intp, intp, float32, boolean, intp)",
+    FAST,
+)
+def paged_attention(
+    q: int,
+    k_cache: int,
+    v_cache: int,
+    out_: int,
+    cu_seqlens_q: int,
+    seq_lens: int,
+    block_tables: int,
+    num_seqs: int,
+    max_blocks: int,
+    block_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_seq_len: int,
+    scale: float,
+    causal: bool,
+    window: int,
+) -> None:
+    """See `Backend.paged_attention`: q, out_ [T, Hq, D] contiguous; window 0 is none; int32 lengths and tables.
+
+    Per query row and head: scores of the visible keys, softmax, weighted sum of the values, all where they lie.
+    """
+    group = num_heads // num_kv_heads
+    starts, lens = carray(ints(cu_seqlens_q), (num_seqs + 1,)), carray(ints(seq_lens), (num_seqs,))
+    scores = np.empty((group, max_seq_len), dtype=np.float32)
+    kv_row = 4 * num_kv_heads * head_dim  # bytes of a slot
+    block_row = kv_row * block_size
+    for seq in range(num_seqs):
+        table = carray(ints(block_tables + 4 * seq * max_blocks), (max_blocks,))
+        query_len = starts[seq + 1] - starts[seq]
+        for query in range(query_len):
+            position = lens[seq] - query_len + query
+            end = position + 1 if causal else lens[seq]
+            first = max(position + 1 - window, 0) if window > 0 else 0
+            for kv_head in range(num_kv_heads):
+                offset = 4 * ((starts[seq] + query) * num_heads + kv_head * group) * head_dim
+                queries = carray(floats(q + offset), (group, head_dim))
+                out = carray(floats(out_ + offset), (group, head_dim))
+                for block in range(first // block_size, (end + block_size - 1) // block_size):
+                    start = block * block_size
+                    keys = k_cache + (table[block] - block) * block_row + 4 * kv_head * head_dim
+                    for key in range(max(first, start), min(end, start + block_size)):
+                        k = carray(floats(keys + key * kv_row), (head_dim,))
+                        for head in range(group):
+                            dot = _ZERO
+                            for i in range(head_dim):
+                                dot += queries[head, i] * k[i]
+                            scores[head, key] = dot * scale
+                for head in range(group):
+                    largest = scores[head, first]
+                    for key in range(first, end):
+                        largest = max(largest, scores[head, key])
+                    total = _ZERO
+                    for key in range(first, end):
+                        scores[head, key] = exp(scores[head, key] - largest)
+                        total += scores[head, key]
+                    for key in range(first, end):
+                        scores[head, key] /= total
+                    for i in range(head_dim):
+                        out[head, i] = _ZERO
+                for block in range(first // block_size, (end + block_size - 1) // block_size):
+                    start = block * block_size
+                    values = v_cache + (table[block] - block) * block_row + 4 * kv_head * head_dim
+                    for key in range(max(first, start), min(end, start + block_size)):
+                        v = carray(floats(values + key * kv_row), (head_dim,))
+                        for head in range(group):
+                            weight = scores[head, key]
+                            for i in range(head_dim):
+                                out[head, i] += weight * v[i]
