@@ -195,7 +195,7 @@ class SpeculationStats:
         return self.num_emitted_tokens / self.num_rounds if self.num_rounds else 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CompletionOutput:
     """One sample of a request, complete or so far; finish_reason `error`: the target's logits were not finite.
 

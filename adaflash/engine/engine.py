@@ -278,7 +278,7 @@ class Engine:
     def _delta(self, state: _RequestState, samples: list[_Sample]) -> RequestOutput:
         if state.num_unfinished == 0:
             self._forget(state)
-        return self._output(state, samples, finished=state.num_unfinished == 0)
+        return self._output(state, samples, state.num_unfinished == 0)
 
     def _fail(self, state: _RequestState, touched: list[_Sample]) -> RequestOutput:
         """End a request whose target logits were not finite; samples that advanced in this step keep their tokens."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from adaflash.engine.sampling import SamplingBuilder
 from adaflash.engine.scheduler import ScheduledSequence
 from adaflash.models.base import TargetModel
 from adaflash.ops.backend import Backend
-from adaflash.ops.metadata import PackedBatch, VerifyMetadata
+from adaflash.ops.metadata import PackedBatch, VerifyMetadata, device_tensor
 from adaflash.ops.reference_sampling import corrupted_rows, row_logprobs
 from adaflash.request import Logprob, TokenLogprobs
 from adaflash.speculative.base import DraftBlock, Drafter, LengthHead
@@ -219,26 +220,24 @@ def _entry(r: Round) -> PackEntry:
 def _padded_drafts(sampled: list[Round], device: torch.device) -> Tensor:
     """Return [S, max drafts] int64 target-vocabulary ids, -1 where there is none."""
     width = max(len(r.draft_token_ids) for r in sampled)
-    padded = np.full((len(sampled), width), -1, dtype=np.int64)
-    if width:
-        for row, r in zip(padded, sampled, strict=True):
-            row[: len(r.draft_token_ids)] = r.draft_token_ids
-    return torch.from_numpy(padded).to(device)
+    if width == 0:
+        return torch.empty(len(sampled), 0, dtype=torch.int64, device=device)
+    rows = [r.draft_token_ids + [-1] * (width - len(r.draft_token_ids)) for r in sampled]
+    return device_tensor(np.array(rows, dtype=np.int64), device)
 
 
 def _corrupted_seqs(logits: Tensor, num_drafts: list[int]) -> list[bool]:
     """Return, for each sequence, whether any of its rows of logits is not finite."""
     corrupted = corrupted_rows(logits)
-    if not bool(corrupted.any()):
+    if not corrupted.any():
         return [False] * len(num_drafts)
-    rows = torch.split(corrupted, [count + 1 for count in num_drafts])
+    rows = np.split(corrupted, np.cumsum(np.array(num_drafts) + 1)[:-1])
     return [bool(part.any()) for part in rows]
 
 
 def _verify_metadata(num_drafts: list[int], device: torch.device) -> VerifyMetadata:
-    cu_rows = np.zeros(len(num_drafts) + 1, dtype=np.int64)
-    np.cumsum(np.array(num_drafts) + 1, out=cu_rows[1:])
-    return VerifyMetadata(torch.from_numpy(cu_rows).to(device), num_drafts)
+    cu_rows = [0, *accumulate(count + 1 for count in num_drafts)]
+    return VerifyMetadata(device_tensor(np.array(cu_rows, dtype=np.int64), device), num_drafts)
 
 
 def _token_logprobs(logits: Tensor, token_ids: list[int], num_top: int) -> list[TokenLogprobs]:

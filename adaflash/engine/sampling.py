@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from adaflash.engine.bias_table import BiasTable, IntArray
 from adaflash.engine.penalty_state import PenaltyState
-from adaflash.ops.metadata import PenaltyMetadata, SamplingMetadata, SparseBias
+from adaflash.ops.metadata import PenaltyMetadata, SamplingMetadata, SparseBias, device_tensor
 from adaflash.request import SamplingParams
 
 MIN_TEMPERATURE = 1e-5  # below it a request is greedy: logits / temperature would leave the range of fp32
@@ -34,18 +33,6 @@ _CONSTANTS = np.dtype(
         ("frequency", np.float32),
     ]
 )
-
-
-class RowSpec(NamedTuple):
-    """One row of logits to turn into a token.
-
-    `output_index` is the index in the sequence's output of the token the row decides; `draft_prefix` holds the drafts
-    between the committed output and that token (read only by sequences with penalties).
-    """
-
-    seq_key: int
-    output_index: int
-    draft_prefix: list[int]
 
 
 class SamplingBuilder:
@@ -137,15 +124,6 @@ class SamplingBuilder:
         self._penalties.release(seq_key)
 
     # ---- rows ------------------------------------------------------------------------------------------------
-
-    def rows(self, rows: Sequence[RowSpec]) -> SamplingMetadata:
-        """Return the metadata of target rows, in the given order."""
-        if self._is_plain:
-            return self._greedy(len(rows))
-        seats = self._seats_of([row.seq_key for row in rows])
-        output_index = np.array([row.output_index for row in rows], dtype=np.int64)
-        prefix = _pad([row.draft_prefix for row in rows]) if self._penalties else None
-        return self._assemble(seats, output_index, prefix)
 
     def verify_rows(
         self,
@@ -260,7 +238,7 @@ class SamplingBuilder:
         return cached
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(array.copy()).to(self._device, non_blocking=True)
+        return device_tensor(array.copy(), self._device)
 
 
 def _pad(lists: Sequence[Sequence[int]]) -> IntArray:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -174,3 +176,9 @@ class VerifyOutput(NamedTuple):
 
     token_ids: Tensor
     num_accepted: Tensor
+
+
+def device_tensor(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+    """Return the array's values on `device`; on the CPU the tensor shares its memory."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)

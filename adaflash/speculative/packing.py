@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+from itertools import chain
+from operator import add
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
-from adaflash.ops.metadata import PackedBatch
+from adaflash.ops.compiled import compiled
+from adaflash.ops.metadata import PackedBatch, device_tensor
 
 
 class PackEntry(NamedTuple):
@@ -32,46 +34,74 @@ class PackEntry(NamedTuple):
 def pack(entries: list[PackEntry], block_size: int, device: torch.device) -> PackedBatch:
     """Pack `entries` in order; T = sum of their lengths, R = sum of their `num_logits`."""
     query_lens = [len(entry.token_ids) for entry in entries]
-    seq_lens = [entry.start + query_len for entry, query_len in zip(entries, query_lens, strict=True)]
-    lens = np.array(query_lens, dtype=np.int64)
-    cu_seqlens = np.zeros(len(entries) + 1, dtype=np.int32)
-    np.cumsum(lens, out=cu_seqlens[1:])
-    seq_index = np.repeat(np.arange(len(entries)), lens)
-    first_positions = np.array([entry.start for entry in entries], dtype=np.int64) - cu_seqlens[:-1]
-    positions = np.arange(cu_seqlens[-1], dtype=np.int64) + first_positions[seq_index]
-    blocks, offsets = np.divmod(positions, block_size)
-    tables = _pad_tables([entry.block_table for entry in entries])
-    slots = tables[seq_index, blocks].astype(np.int64) * block_size + offsets
+    starts = [entry.start for entry in entries]
+    num_logits = [entry.num_logits for entry in entries]
+    tables = [entry.block_table for entry in entries]
+    table_lens = list(map(len, tables))
+    num_seqs, num_tokens = len(entries), sum(query_lens)
     token_ids = np.array([t for entry in entries for t in entry.token_ids], dtype=np.int64)
-
-    def put(array: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
-
+    rows = np.empty((2, num_tokens), dtype=np.int64)
+    logits_indices = np.empty(sum(num_logits), dtype=np.int64)
+    lens = np.empty(2 * num_seqs + 1, dtype=np.int32)
+    padded_tables = np.zeros((num_seqs, max(table_lens)), dtype=np.int32)
+    _lay_out(
+        np.array((query_lens, starts, num_logits, table_lens), dtype=np.int64),
+        np.array(list(chain.from_iterable(tables)), dtype=np.int64),
+        block_size,
+        rows,
+        logits_indices,
+        lens,
+        padded_tables,
+    )
+    positions, slot_mapping = device_tensor(rows, device)
+    device_lens = device_tensor(lens, device)
     return PackedBatch(
-        token_ids=put(token_ids),
-        positions=put(positions),
-        slot_mapping=put(slots),
-        cu_seqlens_q=put(cu_seqlens),
-        seq_lens=put(np.array(seq_lens, dtype=np.int32)),
-        block_tables=put(tables),
-        logits_indices=put(_logits_rows(entries, cu_seqlens)),
+        token_ids=device_tensor(token_ids, device),
+        positions=positions,
+        slot_mapping=slot_mapping,
+        cu_seqlens_q=device_lens[: num_seqs + 1],
+        seq_lens=device_lens[num_seqs + 1 :],
+        block_tables=device_tensor(padded_tables, device),
+        logits_indices=device_tensor(logits_indices, device),
         query_lens_cpu=query_lens,
-        seq_lens_cpu=seq_lens,
-        block_tables_cpu=[entry.block_table for entry in entries],
+        seq_lens_cpu=list(map(add, starts, query_lens)),
+        block_tables_cpu=tables,
     )
 
 
-def _pad_tables(tables: list[list[int]]) -> npt.NDArray[np.int32]:
-    padded = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
-    for row, table in zip(padded, tables, strict=True):
-        row[: len(table)] = table
-    return padded
+@compiled("void(int64[:, ::1], int64[::1], int64, int64[:, ::1], int64[::1], int32[::1], int32[:, ::1])")
+def _lay_out(
+    entries: npt.NDArray[np.int64],
+    table_ids: npt.NDArray[np.int64],
+    block_size: int,
+    rows_: npt.NDArray[np.int64],
+    logits_indices_: npt.NDArray[np.int64],
+    lens_: npt.NDArray[np.int32],
+    padded_tables_: npt.NDArray[np.int32],
+) -> None:
+    """Fill in a batch's arrays.
 
-
-def _logits_rows(entries: list[PackEntry], cu_seqlens: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-    counts = np.array([entry.num_logits for entry in entries], dtype=np.int64)
-    ends = np.cumsum(counts)
-    first_rows = cu_seqlens[1:] - counts
-    rows: npt.NDArray[np.int64] = np.arange(ends[-1]) + np.repeat(first_rows - (ends - counts), counts)
-    return rows
+    Args:
+        entries: [4, S] query lengths, starts, numbers of logits, lengths of the block tables.
+        table_ids: All block tables end to end.
+        block_size: Slots of a block.
+        rows_: [2, T] positions and slots.
+        logits_indices_: [R].
+        lens_: [2 S + 1] `cu_seqlens_q`, then `seq_lens`.
+        padded_tables_: [S, max_blocks] zeros.
+    """
+    num_seqs = entries.shape[1]
+    row, first_id, logit = 0, 0, 0
+    lens_[0] = 0
+    for s in range(num_seqs):
+        query_len, start, num_logits, table_len = entries[0, s], entries[1, s], entries[2, s], entries[3, s]
+        for i in range(table_len):
+            padded_tables_[s, i] = table_ids[first_id + i]
+        for position in range(start, start + query_len):
+            rows_[0, row] = position
+            rows_[1, row] = padded_tables_[s, position // block_size] * block_size + position % block_size
+            row += 1
+        for i in range(num_logits):
+            logits_indices_[logit + i] = row - num_logits + i
+        first_id, logit = first_id + table_len, logit + num_logits
+        lens_[s + 1], lens_[num_seqs + 1 + s] = row, start + query_len

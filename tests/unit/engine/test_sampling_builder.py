@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from adaflash.engine.sampling import MIN_TEMPERATURE, RowSpec, SamplingBuilder
+from adaflash.engine.sampling import MIN_TEMPERATURE, SamplingBuilder
 from adaflash.ops.filters import adjusted_logits
 from adaflash.request import SamplingParams
 
@@ -22,6 +22,11 @@ def builder_of(*params, draft_top_k=None):
     return builder
 
 
+def anchor_rows(builder, *seq_keys):
+    """Rows of plain decoding, each at output index 0."""
+    return builder.verify_rows(seq_keys, [0] * len(seq_keys), [0] * len(seq_keys), [[]] * len(seq_keys))
+
+
 def biases(metadata):
     if metadata.bias is None:
         return []
@@ -31,56 +36,59 @@ def biases(metadata):
 def test_rows_carry_their_sequences_constants():
     first = SamplingParams(temperature=0.5, top_k=-1, top_p=0.9)
     second = SamplingParams(temperature=1.5, top_k=7, min_p=0.1)
-    rows = builder_of(first, second).rows([RowSpec(1, 4, []), RowSpec(0, 9, []), RowSpec(1, 5, [8])])
+    rows = builder_of(first, second).verify_rows([1, 0], [4, 9], [1, 0], [[8], []])
     assert not rows.all_greedy
-    assert rows.temperature.tolist() == [1.5, 0.5, 1.5]
-    assert rows.top_k.tolist() == [7, 0, 7]
-    assert rows.top_p.tolist() == pytest.approx([1.0, 0.9, 1.0])
-    assert rows.min_p.tolist() == pytest.approx([0.1, 0.0, 0.1])
-    assert rows.seed.tolist() == [101, 100, 101]
-    assert rows.sample_index.tolist() == [1, 0, 1]
-    assert rows.output_index.tolist() == [4, 9, 5]
+    assert rows.temperature.tolist() == [1.5, 1.5, 0.5]
+    assert rows.top_k.tolist() == [7, 7, 0]
+    assert rows.top_p.tolist() == pytest.approx([1.0, 1.0, 0.9])
+    assert rows.min_p.tolist() == pytest.approx([0.1, 0.1, 0.0])
+    assert rows.seed.tolist() == [101, 101, 100]
+    assert rows.sample_index.tolist() == [1, 1, 0]
+    assert rows.output_index.tolist() == [4, 5, 9]
     assert rows.penalties is None
     assert rows.bias is None
 
 
 def test_unused_features_are_none_and_greedy_rows_use_no_filters():
-    rows = builder_of(SamplingParams(temperature=0, top_k=5, top_p=0.5), SamplingParams()).rows([RowSpec(0, 0, [])])
+    rows = anchor_rows(builder_of(SamplingParams(temperature=0, top_k=5, top_p=0.5), SamplingParams()), 0)
     assert rows.all_greedy
     assert rows.top_k is rows.top_p is rows.min_p is None
 
 
 def test_a_temperature_too_small_to_divide_by_is_greedy():
     builder = builder_of(SamplingParams(temperature=MIN_TEMPERATURE / 2))
-    assert builder.rows([RowSpec(0, 0, [])]).all_greedy
+    assert anchor_rows(builder, 0).all_greedy
 
 
 def test_plain_greedy_batches_share_one_metadata():
     builder = builder_of(SamplingParams(temperature=0), SamplingParams(temperature=0))
-    specs = [RowSpec(0, 0, []), RowSpec(1, 0, [])]
-    assert builder.rows(specs) is builder.rows(specs)
-    assert builder.verify_rows([0], [0], [1], [[5]]) is builder.rows(specs)
+    assert anchor_rows(builder, 0, 1) is anchor_rows(builder, 0, 1)
+    assert builder.verify_rows([0], [0], [1], [[5]]) is anchor_rows(builder, 0, 1)
     builder.add(7, [1], SamplingParams(), 0, 0, [])
-    assert not builder.rows([RowSpec(7, 0, [])]).all_greedy
+    assert not anchor_rows(builder, 7).all_greedy
     builder.remove(7)
-    assert builder.rows(specs) is builder.rows(specs)
+    assert anchor_rows(builder, 0, 1) is anchor_rows(builder, 0, 1)
 
 
-def test_verify_rows_equal_rows_spelled_out():
+def test_verify_rows_are_those_of_one_step_after_another():
     mixed = [
         SamplingParams(temperature=0),
         SamplingParams(frequency_penalty=1.0, logit_bias={7: 1.0}),
         SamplingParams(top_p=0.5, min_tokens=6, max_tokens=9),
     ]
     builder, drafts, num_drafts = builder_of(*mixed), [[4, 5, 6], [7, 8], []], [2, 2, 0]
-    specs = [RowSpec(s, 3 + s + k, drafts[s][:k]) for s in range(3) for k in range(num_drafts[s] + 1)]
-    rows, verify = builder.rows(specs), builder.verify_rows([0, 1, 2], [3, 4, 5], num_drafts, drafts)
-    for name in ("temperature", "seed", "sample_index", "output_index", "top_p"):
-        assert torch.equal(getattr(rows, name), getattr(verify, name))
-    assert torch.equal(verify.penalties.slot, rows.penalties.slot)
     logits = torch.randn(7, VOCAB_SIZE)
-    assert torch.equal(adjusted_logits(logits, verify), adjusted_logits(logits, rows))
-    assert biases(verify) == biases(rows) == [(3, 7, 1.0), (4, 7, 1.0), (5, 7, 1.0), (6, EOS, float("-inf"))]
+    verify = builder.verify_rows([0, 1, 2], [3, 4, 5], num_drafts, drafts)
+    adjusted, row = adjusted_logits(logits, verify), 0
+    assert biases(verify) == [(3, 7, 1.0), (4, 7, 1.0), (5, 7, 1.0), (6, EOS, float("-inf"))]
+    for seq in range(3):
+        for k in range(num_drafts[seq] + 1):
+            alone = builder.verify_rows([seq], [3 + seq + k], [0], [[]])
+            for name in ("temperature", "seed", "sample_index", "output_index"):
+                assert torch.equal(getattr(alone, name), getattr(verify, name)[row : row + 1])
+            assert torch.equal(adjusted_logits(logits[row : row + 1], alone), adjusted[row : row + 1])
+            builder.commit(seq, drafts[seq][k : k + 1])
+            row += 1
 
 
 def test_draft_rows_count_up_from_the_sequences_output_index():
@@ -105,7 +113,7 @@ def test_drafts_come_from_the_likeliest_tokens_when_told_so():
     assert builder.draft_rows([0, 1], [0, 0], 1, None, None).top_k.tolist() == [16, 4]
     assert builder.draft_rows([0], [0], 1, None, None).top_k.tolist() == [16]
     assert builder.draft_rows([2], [0], 1, None, None).top_k is None
-    assert builder.rows([RowSpec(0, 0, [])]).top_k is None
+    assert anchor_rows(builder, 0).top_k is None
 
 
 # ---- penalties ---------------------------------------------------------------------------------------------------
@@ -116,12 +124,12 @@ def test_committed_tokens_are_counted_for_sequences_with_penalties_alone():
     builder.commit(0, [5, 6])
     builder.commit(1, [5, 6])
     builder.commit(1, [5])
-    penalties = builder.rows([RowSpec(0, 2, []), RowSpec(1, 3, [9, 9])]).penalties
+    penalties = builder.verify_rows([0, 1], [2, 1], [0, 2], [[], [9, 9]]).penalties
     assert penalties.slot[0] == -1
     counts = penalties.output_counts[penalties.slot[1]]
     assert {token: int(n) for token, n in enumerate(counts) if n} == {5: 2, 6: 1}
     assert penalties.prompt_mask[penalties.slot[1]].nonzero()[:, 0].tolist() == [1, 2, 3]
-    assert penalties.draft_prefix.tolist() == [[-1, -1], [9, 9]]
+    assert penalties.draft_prefix.tolist() == [[-1, -1], [-1, -1], [9, -1], [9, 9]]
 
 
 def test_a_reused_slot_starts_clean():
@@ -130,7 +138,7 @@ def test_a_reused_slot_starts_clean():
     builder.commit(1, [7, 7])
     builder.remove(1)
     builder.add(2, [5], params, 0, 0, [])
-    penalties = builder.rows([RowSpec(2, 0, [])]).penalties
+    penalties = anchor_rows(builder, 2).penalties
     slot = int(penalties.slot[0])
     assert penalties.output_counts[slot].sum() == 0
     assert penalties.prompt_mask[slot].nonzero()[:, 0].tolist() == [5]
@@ -152,7 +160,7 @@ def test_slots_and_seats_survive_random_arrivals_and_departures():
             del outputs[gone]
         if not outputs:
             continue
-        rows = builder.rows([RowSpec(other, 0, []) for other in outputs])
+        rows = anchor_rows(builder, *outputs)
         assert rows.seed.tolist() == list(outputs)
         for row, (tokens, has_penalty) in enumerate(outputs.values()):
             slot = -1 if rows.penalties is None else int(rows.penalties.slot[row])
@@ -167,7 +175,7 @@ def test_slots_and_seats_survive_random_arrivals_and_departures():
 
 def test_stop_ids_are_banned_until_min_tokens():
     params = SamplingParams(temperature=0, min_tokens=2, stop_token_ids=[9], logit_bias={5: -3.0, EOS: 1.0})
-    rows = builder_of(params).rows([RowSpec(0, index, []) for index in range(3)])
+    rows = builder_of(params).verify_rows([0], [0], [2], [[8, 8]])
     always, banned = [(5, -3.0), (EOS, 1.0)], [(9, float("-inf")), (EOS, float("-inf"))]
     expected = [(row, *entry) for row in range(3) for entry in always + (banned if row < 2 else [])]
     assert biases(rows) == sorted(expected)
@@ -177,7 +185,7 @@ def test_stop_ids_are_banned_until_min_tokens():
 
 def test_end_of_sequence_is_not_banned_when_ignored():
     params = SamplingParams(temperature=0, min_tokens=2, ignore_eos=True)
-    assert builder_of(params).rows([RowSpec(0, 0, [])]).bias is None
+    assert anchor_rows(builder_of(params), 0).bias is None
 
 
 def test_a_step_of_128_sequences_with_8_rows_costs_less_than_a_few_milliseconds():
