@@ -7,12 +7,15 @@ their callers check shapes and dtypes. Compiled by numba at first import, then c
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
 import numpy as np
 from numba import njit, types
 from numba.extending import intrinsic
+
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 Kernel = Callable[P, None]
@@ -26,14 +29,21 @@ _ROUND = np.float32(1.5 * 2**23)  # added and subtracted, rounds to an integer, 
 _MIN_EXPONENT, _MAX_EXPONENT = np.float32(-87.0), np.float32(88.0)
 
 
-def compiled(
-    signature: str, fastmath: frozenset[str] = frozenset()
-) -> Callable[[Callable[P, None]], Callable[P, None]]:
+def compiled(signature: str, fastmath: frozenset[str] = frozenset()) -> Callable[[Kernel[P]], Kernel[P]]:
     """Compile a kernel for one signature, with LLVM's fast-math flags `fastmath`."""
-    decorator: Callable[[Kernel[P]], Kernel[P]] = njit(
-        signature, fastmath=set(fastmath), cache=True, error_model="numpy"
-    )
-    return decorator
+
+    def compile_kernel(kernel: Kernel[P]) -> Kernel[P]:
+        options = {"fastmath": set(fastmath), "error_model": "numpy"}
+        try:
+            decorated: Kernel[P] = njit(signature, cache=True, **options)(kernel)
+        except RuntimeError as error:  # What numba raises when neither the package nor the home can be written.
+            if "cannot cache function" not in str(error):
+                raise
+            logger.warning("compiled kernels are not cached, set NUMBA_CACHE_DIR reason=%r", str(error))
+            decorated = njit(signature, **options)(kernel)
+        return decorated
+
+    return compile_kernel
 
 
 def _pointer(dtype: Any) -> Any:
@@ -65,7 +75,7 @@ floats, ints, longs = _pointer(types.float32), _pointer(types.int32), _pointer(t
 float_of_bits, bits_of_float = _reinterpret(types.int32, types.float32), _reinterpret(types.float32, types.int32)
 
 
-@njit("float32(float32)", fastmath={"contract"}, cache=True)
+@njit(fastmath={"contract"})
 def exp(x: Any) -> Any:
     """Return e^x within 2 ulp, without a call, so that loops over it vectorise; the ends of the range saturate.
 

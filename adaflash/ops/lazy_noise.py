@@ -45,7 +45,7 @@ def lazy_argmax(scores: Tensor, rows: NoiseRows, stream: int, token_ids: Tensor 
     return picks
 
 
-@njit(cache=True)
+@njit
 def _philox(group: Any, row: Any, stream: Any) -> Any:
     """Return `noise.philox` of a group of tokens under a row's keys (seed, sample index, output index)."""
     c0, c1, c2, c3 = np.uint64(group), np.uint64(row[2]), np.uint64(row[1]), np.uint64(stream)
@@ -57,7 +57,7 @@ def _philox(group: Any, row: Any, stream: Any) -> Any:
     return c0, c1, c2, c3
 
 
-@njit(cache=True)
+@njit
 def _largest(scores: Any) -> Any:
     """Return the first index of the largest score, or of the first NaN."""
     best = 0

@@ -196,7 +196,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--draft", type=Path, help="drafter directory (default: the demo drafter)")
     parser.add_argument("--batch", default="1,8")
     parser.add_argument("--domain", default="code", help="embedded prompts to use")
-    parser.add_argument("--num-prompts", type=int, default=8)
+    parser.add_argument("--num-prompts", type=int, default=8, help="beyond the embedded ones they repeat")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, help="CPU threads of every system (default: torch's)")
@@ -238,7 +238,8 @@ def main() -> None:
     model_dir = args.model or demo_model_dir()
     batch_sizes = [int(word) for word in args.batch.split(",")]
     tokenizer = Tokenizer(model_dir)
-    chosen = demo_prompts(args.domain)[: args.num_prompts]
+    embedded = demo_prompts(args.domain)
+    chosen = [embedded[i % len(embedded)] for i in range(args.num_prompts)]
     prompts = [tokenizer.render_chat([ChatMessage("user", prompt.prompt)]) for prompt in chosen]
     systems = _build_systems(args, model_dir, max(batch_sizes))
     rows: list[Row] = []

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from numba import vectorize
 
-from adaflash.ops.compiled import exp
+from adaflash.ops.compiled import compiled, exp
 
 exp_of = vectorize(["float32(float32)"])(lambda x: exp(x))
 
@@ -23,3 +23,17 @@ def test_exp_saturates_at_the_ends_of_its_range(x, expected):
 
 def test_exp_keeps_nan():
     assert np.isnan(exp_of(np.float32("nan")))
+
+
+def test_kernels_compile_where_nothing_can_be_cached(monkeypatch, caplog):
+    monkeypatch.setattr("numba.core.caching.CompileResultCacheImpl._locator_classes", [])
+
+    @compiled("void(float32[::1])")
+    def double(x_):
+        for i in range(len(x_)):
+            x_[i] *= 2
+
+    x = np.ones(3, dtype=np.float32)
+    double(x)
+    assert x.tolist() == [2, 2, 2]
+    assert "NUMBA_CACHE_DIR" in caplog.text
