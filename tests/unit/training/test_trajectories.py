@@ -49,7 +49,7 @@ def test_a_trajectory_comes_back_as_it_was():
 
 @pytest.mark.parametrize("payload", [b"", b"{}\n", b"[]\n", b"no json\n", b'{"shapes": [[9, 9]], "rounds": []}\n'])
 def test_what_is_no_trajectory_is_refused(payload):
-    with pytest.raises(ValueError, match="traject|JSON|Expecting|buffer"):
+    with pytest.raises(ValueError, match=r"traject|JSON|Expecting|buffer"):
         Trajectory.from_bytes(payload)
 
 
