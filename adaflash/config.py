@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,9 @@ VerifyPolicyName = Literal["auto", "off", "fixed", "confidence", "length_head"]
 SamplingCoupling = Literal["gumbel", "rejection"]
 
 ENV_PREFIX = "ADAFLASH_"
+_CACHE_DIR = "CACHE_DIR"
+# What Kubernetes sets in every pod of a namespace with a Service named adaflash or adaflash-*.
+_SERVICE_LINK = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)$")
 
 
 def _require(condition: bool, field: str, value: object, allowed: str) -> None:
@@ -42,10 +46,10 @@ def _require_int(field: str, value: object, minimum: int) -> None:
         _require(is_int and value >= minimum, field, value, f"an integer >= {minimum}")  # type: ignore[operator]
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
-    """Return ` (did you mean X?)` for the known name nearest to `name`, or an empty string."""
+def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """Return ` (did you mean X?)` for the known name nearest to `name`, or an empty string; `prefix` goes before X."""
     nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" (did you mean {nearest[0]!r}?)" if nearest else ""
+    return f" (did you mean {prefix + nearest[0]!r}?)" if nearest else ""
 
 
 @dataclass(frozen=True)
@@ -197,6 +201,17 @@ def _check_keys(values: Mapping[str, object], fields: tuple[dataclasses.Field[ob
 
 
 def environment_overrides(field_names: Iterable[str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
+def check_environment(environ: Mapping[str, str] | None = None) -> None:
+    """Raise ConfigError for an `ADAFLASH_` variable that nothing reads, with the nearest one that is read."""
+    fields = (*dataclasses.fields(EngineConfig), *dataclasses.fields(ServerConfig))
+    known = {_CACHE_DIR, *(field.name.upper() for field in fields)}
+    for variable, value in sorted((os.environ if environ is None else environ).items()):
+        name = variable.removeprefix(ENV_PREFIX)
+        is_service_link = _SERVICE_LINK.search(variable) or (name.endswith("PORT") and "://" in value)
+        if variable.startswith(ENV_PREFIX) and name not in known and not is_service_link:
+            raise ConfigError(f"unknown environment variable {variable!r}{suggest(name, known, ENV_PREFIX)}")
+
+
     """Return the settings given as `ADAFLASH_<FIELD>` variables, still as strings, keyed by field name."""
     source = os.environ if environ is None else environ
     found = {}
@@ -209,7 +224,7 @@ def environment_overrides(field_names: Iterable[str], environ: Mapping[str, str]
 
 def cache_dir() -> Path:
     """Return the folder for converted demo weights and profiles (`ADAFLASH_CACHE_DIR`, else `~/.cache/adaflash`)."""
-    explicit = os.environ.get(ENV_PREFIX + "CACHE_DIR")
+    explicit = os.environ.get(ENV_PREFIX + _CACHE_DIR)
     if explicit:
         return Path(explicit)
     base = os.environ.get("XDG_CACHE_HOME")

@@ -7,7 +7,6 @@ import argparse
 import asyncio
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from adaflash.cli.flags import add_flags, flags_of, given_flags, merge_settings
-from adaflash.config import ENV_PREFIX, EngineConfig
+from adaflash.config import ENV_PREFIX, EngineConfig, environment_overrides
 from adaflash.errors import ConfigError
 from adaflash.request import ChatMessage, CompletionOutput, Prompt, RequestOutput, SamplingParams
 
@@ -125,7 +124,7 @@ async def _server_deltas(
 ) -> AsyncGenerator[RequestOutput, None]:
     from adaflash.rpc.client import GenerateClient
 
-    api_key = args.api_key or os.environ.get(ENV_PREFIX + "API_KEY")
+    api_key = args.api_key or environment_overrides(["api_key"]).get("api_key")
     async with (
         GenerateClient(args.address, api_key=api_key, tls=tls_from(args)) as client,
         aclosing(client.generate_stream(prompt, params, timeout_s=args.timeout)) as deltas,

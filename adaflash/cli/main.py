@@ -12,7 +12,7 @@ from functools import partial
 from typing import NamedTuple, TypeAlias, cast
 
 from adaflash import __version__
-from adaflash.config import suggest
+from adaflash.config import check_environment, suggest
 from adaflash.errors import AdaFlashError, ConfigError, RequestError
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -74,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         return _usage_error(_describe_unknown(unknown, subparsers.choices[args.command].format_help()))
     try:
+        check_environment()
         exit_code: int = importlib.import_module(COMMANDS[args.command].module).run(args)
     except (ConfigError, RequestError) as error:
         return _usage_error(str(error))

@@ -28,6 +28,13 @@ def test_a_usage_error_says_what_is_wrong_and_exits_with_2(argv, message, capsys
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_refuses_an_unknown_environment_variable(command, capsys, monkeypatch):
+    monkeypatch.setenv("ADAFLASH_VERFIY_POLICY", "off")
+    assert main([command]) == 2
+    assert "'ADAFLASH_VERFIY_POLICY' (did you mean 'ADAFLASH_VERIFY_POLICY'?)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("argv", [["serve", "--max-num-seqs", "x"], ["serve", "--dtype", "int8"], []])
 def test_a_value_of_the_wrong_type_exits_with_2(argv, capsys):
     with pytest.raises(SystemExit) as exit_info:
