@@ -35,10 +35,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT; 0 after a drain."""
     from adaflash.cli.console import configure_logging
+    from adaflash.rpc.ports import reserve_ports
 
     engine_config, server_config = configs_from(args)
     configure_logging(args.log_level.upper())
-    engine = _load(engine_config, server_config)
+    with reserve_ports(server_config):
+        engine = _load(engine_config, server_config)
     return asyncio.run(serve_engine(engine, server_config))
 
 

@@ -2,6 +2,7 @@
 import asyncio
 import json
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -147,20 +148,22 @@ def test_a_second_signal_ends_everything_at_once():
     run(scenario())
 
 
-def test_a_port_in_use_exits_with_a_message():
+@pytest.mark.parametrize("field", ["grpc_port", "metrics_port"])
+def test_a_port_in_use_ends_the_start_before_anything_is_loaded(field):
     async def scenario():
-        async with server_process() as server:
-            port = int(server.address.rpartition(":")[2])
+        with socket.create_server(("127.0.0.1", 0)) as occupied:
+            port = occupied.getsockname()[1]
             code = (
-                "import sys\nfrom adaflash.cli import main, serve\nfrom tests.fake_engine import FakeEngine\n"
-                "serve._load = lambda engine_config, server_config: FakeEngine()\n"
-                "sys.exit(main.main(['serve', '--grpc-port', sys.argv[1]]))"
+                "import sys\nfrom adaflash.cli import main, serve\n"
+                "serve._load = lambda engine_config, server_config: sys.exit('loaded')\n"
+                "sys.exit(main.main(['serve', '--grpc-port', '0', *sys.argv[1:]]))"
             )
-            command = [sys.executable, "-c", code, str(port)]
-            other = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stderr=asyncio.subprocess.PIPE)
-            _, err = await asyncio.wait_for(other.communicate(), 15)
-            assert other.returncode == 2
-            assert f"grpc_port={port}" in err.decode()
+            flag = "--" + field.replace("_", "-")
+            command = [sys.executable, "-c", code, flag, str(port)]
+            process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stderr=asyncio.subprocess.PIPE)
+            _, err = await asyncio.wait_for(process.communicate(), 15)
+            assert process.returncode == 2
+            assert f"{field}={port} is invalid: must be a port that is free on 127.0.0.1" in err.decode()
             assert "Traceback" not in err.decode()
 
     run(scenario())
