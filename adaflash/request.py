@@ -50,7 +50,7 @@ class SamplingParams:
         frequency_penalty: Subtracted per occurrence in the output.
         logit_bias: Added to the logits of these token ids.
         seed: Makes sampling reproducible; None takes one from the engine's seed and the request.
-        max_tokens: Most tokens to generate.
+        max_tokens: Most tokens to generate; None generates up to the context limit.
         min_tokens: No stop before so many tokens.
         stop: Strings that end the output; excluded from the text unless `include_stop_str_in_output`.
         stop_token_ids: Token ids that end the output, besides the model's own.
@@ -70,7 +70,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] | None = None
     seed: int | None = None
-    max_tokens: int = 16
+    max_tokens: int | None = 16
     min_tokens: int = 0
     stop: str | list[str] | None = None
     stop_token_ids: list[int] = field(default_factory=list)
@@ -89,8 +89,9 @@ class SamplingParams:
         _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0, "in [-2, 2]")
         _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "in [-2, 2]")
         _check(self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**63), "seed", self.seed, "in [0, 2**63)")
-        _check(_is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self.max_tokens, ">= 1")
-        valid_min = _is_int(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens
+        valid_max = self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1)
+        _check(valid_max, "max_tokens", self.max_tokens, "None or >= 1")
+        valid_min = _is_int(self.min_tokens) and 0 <= self.min_tokens <= (self.max_tokens or math.inf)
         _check(valid_min, "min_tokens", self.min_tokens, f"in [0, max_tokens={self.max_tokens}]")
         valid_stop = self.stop is None or isinstance(self.stop, (str, list, tuple))
         _check(valid_stop, "stop", self.stop, "a string, a list of strings or None")

@@ -242,4 +242,4 @@ def _summary(passes: list[PassResult], reference: list[PassResult] | None) -> Po
 
 
 def _shortened(params: SamplingParams) -> SamplingParams:
-    return SamplingParams(temperature=params.temperature, seed=params.seed, max_tokens=min(8, params.max_tokens))
+    return SamplingParams(temperature=params.temperature, seed=params.seed, max_tokens=min(8, params.max_tokens or 8))

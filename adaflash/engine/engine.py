@@ -169,7 +169,7 @@ class Engine:
     def _new_sample(self, request: Request, index: int) -> _Sample:
         key, params = next(self._keys), request.params
         room = self._loaded.max_model_len - len(request.prompt_token_ids)
-        seq = Sequence(key, request, index, min(params.max_tokens, room))
+        seq = Sequence(key, request, index, min(params.max_tokens or room, room))
         tokenizer = self._loaded.tokenizer
         detokenizer = None if tokenizer is None else Detokenizer(tokenizer, params, request.prompt_token_ids)
         output = SampleOutput(index, params, frozenset(self._eos_token_ids), seq.max_output_tokens, detokenizer)

@@ -24,6 +24,8 @@ from adaflash.request import (
 from adaflash.rpc.pb import generate_pb2 as pb
 
 MAX_REQUEST_ID_CHARS = 256
+# More than any context holds: what no limit is on the wire, where an unset field means the default.
+UNLIMITED_TOKENS = 2**32 - 1
 
 _FLOAT_FIELDS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _OPTIONAL_FIELDS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "skip_special_tokens")
@@ -142,6 +144,8 @@ def params_to_pb(params: SamplingParams) -> pb.SamplingParams:
     message = pb.SamplingParams(stop=params.stop_strings)
     for name in (*_OPTIONAL_FIELDS, *_FLOAT_FIELDS, "include_stop_str_in_output", "ignore_eos"):
         value = getattr(params, name)
+        if name == "max_tokens" and value is None:
+            value = UNLIMITED_TOKENS
         if value is not None:
             try:
                 setattr(message, name, value)

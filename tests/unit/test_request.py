@@ -34,6 +34,8 @@ from adaflash.request import SamplingParams, check_prompt
         ("seed", -1),
         ("seed", 2**63),
         ("max_tokens", 0),
+        ("max_tokens", 1.5),
+        ("max_tokens", "none"),
         ("min_tokens", -1),
         ("min_tokens", 17),
         ("stop", [""]),
@@ -48,6 +50,13 @@ def test_a_bad_parameter_is_named(field: str, value: object) -> None:
     with pytest.raises(RequestError, match=f"^{field}=.* is invalid: must be") as caught:
         SamplingParams(**{field: value})
     assert caught.value.field == field
+
+
+def test_without_a_token_limit_any_minimum_is_allowed() -> None:
+    params = SamplingParams(max_tokens=None, min_tokens=1000)
+    assert params.max_tokens is None
+    with pytest.raises(RequestError, match=r"^min_tokens=-1 is invalid"):
+        SamplingParams(max_tokens=None, min_tokens=-1)
 
 
 @pytest.mark.parametrize("token_id", [-1, 97, 2**32 - 1])

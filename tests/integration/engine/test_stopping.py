@@ -74,6 +74,14 @@ def _assert_same_logprobs(a: CompletionOutput, b: CompletionOutput) -> None:
         assert [t.logprob for t in got.top] == pytest.approx([t.logprob for t in want.top], abs=1e-4)
 
 
+def test_without_a_token_limit_the_context_limit_ends_the_output(setup: TinySetup) -> None:
+    engine = tiny_engine(setup, "random", EngineConfig(num_kv_blocks=100, max_model_len=40, verify_policy="fixed"))
+    endless = replace(PARAMS, max_tokens=None)
+    for prompt in ([5], [5] * 20, [5] * 39):
+        output = run_all(engine, [prompt], endless)[0].outputs[0]
+        assert (len(prompt) + len(output.token_ids), output.finish_reason) == (40, "length")
+
+
 @pytest.mark.parametrize("max_tokens", range(1, 10))
 def test_length_limit_at_every_offset(plain: Engine, speculative: Engine, max_tokens: int) -> None:
     params = replace(PARAMS, max_tokens=max_tokens)

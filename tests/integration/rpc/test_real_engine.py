@@ -92,6 +92,16 @@ def test_disconnects_leak_no_request_and_no_kv_block(tiny_setup):
     run(scenario(), timeout_s=60)
 
 
+def test_without_a_token_limit_a_server_generates_to_its_context_limit(tiny_setup):
+    async def scenario():
+        async with real_server(tiny_setup("llama")) as (engine, client):
+            reply = await client.generate([5] * 500, SamplingParams(max_tokens=None, ignore_eos=True))
+            assert len(reply.outputs[0].token_ids) == engine.info.max_model_len - 500
+            assert len((await client.generate([5], SamplingParams(ignore_eos=True))).outputs[0].token_ids) == 16
+
+    run(scenario(), timeout_s=60)
+
+
 def test_overload_is_refused_and_bad_ids_leave_the_engine_well(tiny_setup):
     async def scenario():
         async with real_server(tiny_setup("llama"), max_num_waiting=2) as (_, client):

@@ -66,6 +66,12 @@ def test_explicit_zero_is_not_unset():
     assert (params.temperature, params.logprobs, params.skip_special_tokens) == (0.0, 0, False)
 
 
+def test_no_token_limit_travels_as_more_than_any_context_holds():
+    message = convert.params_to_pb(SamplingParams(max_tokens=None))
+    assert message.max_tokens == 2**32 - 1
+    assert convert.params_from_pb(message).max_tokens == 2**32 - 1
+
+
 def test_a_decimal_comes_back_as_it_was_meant():
     message = pb.SamplingParams(temperature=0.7)
     assert message.temperature != 0.7
