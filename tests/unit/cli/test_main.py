@@ -78,6 +78,35 @@ def test_doctor_reports_the_cpu_backend_as_json(capsys, monkeypatch):
     assert "very-secret" not in out
 
 
+@pytest.mark.parametrize(("device", "library"), [("cuda", "triton"), ("npu", "torch_npu")])
+def test_doctor_lists_a_known_device_whose_backend_is_not_installed(device, library, capsys, monkeypatch):
+    from adaflash.cli import doctor
+    from adaflash.ops import registry
+
+    installed = {name: entry for name, entry in registry.installed_backends().items() if name != device}
+    monkeypatch.setattr(registry, "installed_backends", lambda: installed)
+    monkeypatch.setattr(doctor, "_version_of", lambda package: None)
+    assert main(["doctor", "--json"]) == 0
+    (backend,) = [found for found in json.loads(capsys.readouterr().out)["backends"] if found["name"] == device]
+    assert backend["source"] is None
+    assert f"entry point {device!r}" in backend["problem"]
+    assert library in backend["problem"]
+    assert main(["doctor"]) == 0
+    assert f"backend  {device} (absent): {backend['problem']}" in capsys.readouterr().out
+
+
+def test_doctor_names_only_what_is_missing(capsys, monkeypatch):
+    from adaflash.cli import doctor
+    from adaflash.ops import registry
+
+    cpu = {"cpu": registry.installed_backends()["cpu"]}
+    monkeypatch.setattr(registry, "installed_backends", lambda: cpu)
+    monkeypatch.setattr(doctor, "_version_of", lambda package: "1.0")
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert all(line not in out for line in ("torch_npu is", "triton is"))
+
+
 def test_doctor_says_why_a_backend_cannot_load(capsys, monkeypatch):
     from adaflash.errors import BackendError
     from adaflash.ops import registry
