@@ -245,6 +245,8 @@ class Engine:
         seq, output = sample.seq, sample.output
         state = self._requests[seq.request.request_id]
         was_decoding = seq.is_decoding
+        if not was_decoding and not seq.num_output_tokens and seq is state.samples[0].seq:
+            self._counters.count_prompt(seq.num_prompt_tokens, seq.num_cached_tokens)
         emitted = output.extend(result.token_ids, result.logprobs)
         num_emitted = len(emitted)
         seq.append(emitted)
@@ -297,8 +299,6 @@ class Engine:
     def _forget(self, state: _RequestState) -> None:
         del self._requests[state.request.request_id]
         self._counters.num_finished += 1
-        self._counters.num_prompt_tokens += len(state.request.prompt_token_ids)
-        self._counters.num_cached_tokens += state.samples[0].seq.num_cached_tokens
 
     def _output(self, state: _RequestState, samples: list[_Sample], finished: bool) -> RequestOutput:
         request = state.request

@@ -17,10 +17,10 @@ class EngineCounters:
     """
 
     def __init__(self, num_positions: int) -> None:
-        self.num_prompt_tokens = 0
-        self.num_cached_tokens = 0
         self.num_output_tokens = 0
         self.num_finished = 0
+        self._num_prompt_tokens = 0
+        self._num_cached_tokens = 0
         self._num_steps = 0
         self._num_drafts = 0
         self._num_drafted_tokens = 0
@@ -29,6 +29,11 @@ class EngineCounters:
         self._num_positions = num_positions
         self._total_s = 0.0
         self._times = StepTimes()
+
+    def count_prompt(self, num_tokens: int, num_cached: int) -> None:
+        """Count a prompt whose prefill is done."""
+        self._num_prompt_tokens += num_tokens
+        self._num_cached_tokens += num_cached
 
     def count_round(self, drafted: bool, num_verified: int, num_accepted: int) -> None:
         """Count one sequence's decode round."""
@@ -52,8 +57,8 @@ class EngineCounters:
             num_waiting=len(scheduler.waiting),
             num_free_blocks=blocks.num_free,
             num_total_blocks=blocks.num_blocks,
-            num_prompt_tokens=self.num_prompt_tokens,
-            num_cached_tokens=self.num_cached_tokens,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_cached_tokens=self._num_cached_tokens,
             num_output_tokens=self.num_output_tokens,
             num_steps=self._num_steps,
             num_preemptions=scheduler.num_preemptions,

@@ -19,7 +19,7 @@ _COUNTERS: tuple[tuple[str, str, str], ...] = (
     ("vllm:spec_decode_num_drafts", "Drafts made.", "num_drafts"),
     ("vllm:spec_decode_num_draft_tokens", "Tokens drafted.", "num_drafted_tokens"),
     ("vllm:spec_decode_num_accepted_tokens", "Drafted tokens accepted.", "num_accepted_tokens"),
-    ("vllm:prompt_tokens", "Prompt tokens taken in.", "num_prompt_tokens"),
+    ("vllm:prompt_tokens", "Prompt tokens whose prefill is done.", "num_prompt_tokens"),
     ("vllm:generation_tokens", "Tokens generated.", "num_output_tokens"),
     ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "num_prompt_tokens"),
     ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", "num_cached_tokens"),

@@ -70,3 +70,32 @@ def test_numpy_token_ids_are_token_ids(engine: Engine) -> None:
 def test_stop_conditions_of_a_wrong_type_are_named(field: str, value: object) -> None:
     with pytest.raises(RequestError, match=f"^{field}="):
         SamplingParams(**{field: value})
+
+
+def test_prompt_tokens_are_counted_when_the_prefill_is_done(tiny_setup: Callable[[str], TinySetup]) -> None:
+    """And once: however many samples share it, and however often a preempted sample computes it again."""
+    config = EngineConfig(num_kv_blocks=24, block_size=4, max_num_seqs=4, max_num_batched_tokens=8)
+    engine = tiny_engine(tiny_setup("llama"), "random", config)
+    endless = SamplingParams(n=3, seed=1, max_tokens=40, ignore_eos=True)
+    engine.add_request([5] * 20, endless, "a")
+    for expected in (0, 0, 20):
+        engine.step()
+        assert engine.stats().num_prompt_tokens == expected
+    while engine.has_unfinished():
+        engine.step()
+        assert engine.stats().num_prompt_tokens == 20
+    assert engine.stats().num_preemptions > 0
+    engine.add_request([5] * 20, endless, "b")
+    engine.step()
+    assert (engine.stats().num_prompt_tokens, engine.stats().num_cached_tokens) == (40, 19)
+
+
+def test_a_prompt_whose_prefill_never_ended_is_not_counted(tiny_setup: Callable[[str], TinySetup]) -> None:
+    engine = tiny_engine(
+        tiny_setup("llama"), None, EngineConfig(num_kv_blocks=24, max_num_seqs=4, max_num_batched_tokens=8)
+    )
+    engine.add_request([5] * 20, PARAMS, "a")
+    engine.step()
+    engine.abort("a")
+    stats = engine.stats()
+    assert (stats.num_prompt_tokens, stats.num_finished) == (0, 1)
