@@ -64,7 +64,7 @@ class EngineConfig:
         dtype: Computation dtype; `auto` takes the checkpoint's, except on cpu, which computes in float32.
         seed: Seeds requests that bring none.
         max_model_len: Longest prompt + output in tokens; None takes the target's own limit.
-        max_num_seqs: Most sequences in one step.
+        max_num_seqs: Most sequences in one step; a request with n samples is n sequences.
         max_num_batched_tokens: Most tokens in one target forward, drafts included.
         block_size: Tokens per KV block; None takes the backend's preferred size.
         num_kv_blocks: Size of the KV pool in blocks; None derives it from `kv_cache_memory_bytes`.
@@ -143,7 +143,8 @@ class ServerConfig:
         ssl_ca_certs: PEM authorities; with `ssl_cert_required` clients must present a certificate (mTLS).
         ssl_cert_required: Require and verify a client certificate.
         max_message_bytes: Largest gRPC message accepted.
-        max_num_waiting: Requests allowed to wait; one more is refused with RESOURCE_EXHAUSTED.
+        max_num_waiting: Unfinished requests allowed beyond `max_num_seqs`, whatever their n; one more is refused with
+            RESOURCE_EXHAUSTED.
         max_stream_buffer_bytes: Largest message of a reply stream, and so what a stream holds for a client that does
             not read; what merged to more meanwhile is split.
         stream_stall_timeout_s: A client that reads nothing for so long while a message waits is cut; at least 0.1.
@@ -200,7 +201,6 @@ def _check_keys(values: Mapping[str, object], fields: tuple[dataclasses.Field[ob
     return dict(values)
 
 
-def environment_overrides(field_names: Iterable[str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
 def check_environment(environ: Mapping[str, str] | None = None) -> None:
     """Raise ConfigError for an `ADAFLASH_` variable that nothing reads, with the nearest one that is read."""
     fields = (*dataclasses.fields(EngineConfig), *dataclasses.fields(ServerConfig))
@@ -212,6 +212,7 @@ def check_environment(environ: Mapping[str, str] | None = None) -> None:
             raise ConfigError(f"unknown environment variable {variable!r}{suggest(name, known, ENV_PREFIX)}")
 
 
+def environment_overrides(field_names: Iterable[str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the settings given as `ADAFLASH_<FIELD>` variables, still as strings, keyed by field name."""
     source = os.environ if environ is None else environ
     found = {}

@@ -68,7 +68,7 @@ class AsyncEngine:
 
     Args:
         config: What to load; loading blocks the caller.
-        max_num_waiting: Requests beyond `max_num_seqs` that may wait; one more is refused.
+        max_num_waiting: Unfinished requests allowed beyond `max_num_seqs`, whatever their n; one more is refused.
         progress: See `Engine`.
         engine: A loaded engine to use instead; it belongs to this object from then on.
     """

@@ -29,8 +29,8 @@ _COUNTERS: tuple[tuple[str, str, str], ...] = (
     ("adaflash:verified_tokens", "Drafted tokens the target verified.", "num_verified_tokens"),
 )
 _GAUGES: tuple[tuple[str, str, str], ...] = (
-    ("vllm:num_requests_running", "Requests in the running batch.", "num_running"),
-    ("vllm:num_requests_waiting", "Requests waiting for admission.", "num_waiting"),
+    ("vllm:num_requests_running", "Sequences in the running batch.", "num_running"),
+    ("vllm:num_requests_waiting", "Sequences waiting for admission.", "num_waiting"),
     ("adaflash:kv_blocks_free", "KV blocks nobody uses.", "num_free_blocks"),
     ("adaflash:kv_blocks_total", "KV blocks of the pool.", "num_total_blocks"),
 )
