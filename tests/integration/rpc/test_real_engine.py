@@ -3,10 +3,12 @@
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+import grpc
 import pytest
 
 from adaflash.config import EngineConfig, ServerConfig
@@ -16,8 +18,9 @@ from adaflash.errors import CapacityError, RequestError
 from adaflash.request import RequestOutput, SamplingParams
 from adaflash.rpc.client import GenerateClient
 from adaflash.rpc.server import GrpcServer
-from tests.engines import TinySetup
-from tests.serving import run
+from adaflash.rpc.status import RpcError
+from tests.engines import TinySetup, oracle_engine, run_all, tiny_engine
+from tests.serving import eventually, run
 
 SEEDED = SamplingParams(n=2, temperature=0.7, top_p=0.9, seed=11, max_tokens=24, logprobs=1)
 
@@ -29,11 +32,17 @@ async def real_server(
     config = EngineConfig(num_kv_blocks=256, max_num_seqs=8, num_threads=1)
     config = replace(config, model=str(setup.target), draft=str(setup.drafters["random"]), device="cpu")
     engine = AsyncEngine(config, max_num_waiting=max_num_waiting)
+    async with server_around(engine) as client:
+        yield engine, client
+
+
+@asynccontextmanager
+async def server_around(engine: AsyncEngine) -> AsyncIterator[GenerateClient]:
     server = GrpcServer(engine, ServerConfig(grpc_port=0))
     await server.start()
     try:
         async with GenerateClient(server.address) as client:
-            yield engine, client
+            yield client
     finally:
         await server.stop()
         await engine.close()
@@ -88,6 +97,37 @@ def test_disconnects_leak_no_request_and_no_kv_block(tiny_setup):
             assert (stats.num_running, stats.num_waiting) == (0, 0)
             reply = await client.generate([5], SamplingParams(max_tokens=4, ignore_eos=True))
             assert len(reply.outputs[0].token_ids) == 4
+
+    run(scenario(), timeout_s=60)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_deadline_in_a_speculative_stream_leaves_a_prefix_of_plain_decoding(tiny_setup, monkeypatch, temperature):
+    setup, prompt = tiny_setup("llama"), [5, 6, 7]
+    params = SamplingParams(temperature=temperature, seed=4, max_tokens=450, ignore_eos=True)
+    config = EngineConfig(num_kv_blocks=64, verify_policy="fixed", num_threads=1)
+    plain = tiny_engine(setup, None, replace(config, verify_policy="off"))
+    expected = run_all(plain, [prompt], params)[0].outputs[0].token_ids
+    engine = oracle_engine(setup, {tuple(prompt): expected}, 0.8, config)
+    step, pauses = engine.step, iter([0.02] * 60)
+    monkeypatch.setattr(engine, "step", lambda: (time.sleep(next(pauses, 0.0)), step())[1])
+
+    async def scenario():
+        async with server_around(AsyncEngine(config, engine=engine)) as client:
+            tokens = []
+            with pytest.raises(RpcError) as error_info:  # noqa: PT012 - the error ends the loop
+                async for delta in client.generate_stream(prompt, params, timeout_s=1.0):
+                    tokens += delta.outputs[0].token_ids
+            assert error_info.value.code == grpc.StatusCode.DEADLINE_EXCEEDED
+            assert 0 < len(tokens) < len(expected)
+            assert tokens == expected[: len(tokens)]
+            assert engine.stats().num_accepted_tokens > 0, "speculation ran"
+            await eventually(lambda: engine.stats().num_running == engine.stats().num_waiting == 0)
+            await eventually(lambda: engine.stats().num_free_blocks == engine.stats().num_total_blocks)
+            assert engine.stats().num_finished == 1
+            again = await client.generate(prompt, params)
+            assert again.outputs[0].token_ids == expected
+            assert again.speculation.num_accepted_tokens > 0
 
     run(scenario(), timeout_s=60)
 
