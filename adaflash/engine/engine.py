@@ -265,17 +265,18 @@ class Engine:
             self._retire(sample)
 
     def _count_round(self, stats: SpeculationStats, r: Round, num_accepted: int, num_emitted: int) -> None:
-        num_verified, drafter = len(r.draft_token_ids), self._runner.drafter
-        drafted = drafter is not None and r.draft_row is not None
         stats.num_rounds += 1
+        stats.num_emitted_tokens += num_emitted
+        if r.draft_row is None:
+            return
+        drafter, num_verified = self._runner.drafter, len(r.draft_token_ids)
+        assert drafter is not None, "a round that drafted had a drafter"
         stats.num_verified_tokens += num_verified
         stats.num_accepted_tokens += num_accepted
-        stats.num_emitted_tokens += num_emitted
-        if drafter is not None and drafted:
-            stats.num_drafted_tokens += self._draft_width
-            if drafter.version not in stats.drafter_versions:
-                stats.drafter_versions += (drafter.version,)
-        self._counters.count_round(drafted, num_verified, num_accepted)
+        stats.num_drafted_tokens += self._draft_width
+        if drafter.version not in stats.drafter_versions:
+            stats.drafter_versions += (drafter.version,)
+        self._counters.count_draft(num_verified, num_accepted)
 
     def _delta(self, state: _RequestState, samples: list[_Sample]) -> RequestOutput:
         if state.num_unfinished == 0:

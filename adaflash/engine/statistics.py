@@ -35,11 +35,10 @@ class EngineCounters:
         self._num_prompt_tokens += num_tokens
         self._num_cached_tokens += num_cached
 
-    def count_round(self, drafted: bool, num_verified: int, num_accepted: int) -> None:
-        """Count one sequence's decode round."""
-        if drafted:
-            self._num_drafts += 1
-            self._num_drafted_tokens += self._num_positions
+    def count_draft(self, num_verified: int, num_accepted: int) -> None:
+        """Count one sequence's draft block."""
+        self._num_drafts += 1
+        self._num_drafted_tokens += self._num_positions
         self._num_verified_tokens += num_verified
         for position in range(num_accepted):
             self._accepted_per_position[position] += 1
