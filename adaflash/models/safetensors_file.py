@@ -7,7 +7,6 @@ the checkpoint at the peak. Reading chunks keeps the peak at the parameters plus
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from adaflash.errors import CheckpointError
+from adaflash.models.strict_json import parse_json
 
 _CHUNK_BYTES = 16 << 20
 _HEADER_LIMIT_BYTES = 100_000_000  # as in the reference implementation
@@ -50,6 +50,11 @@ class TensorEntry:
     def num_bytes(self) -> int:
         """Size in the file."""
         return self.end - self.begin
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype as the format spells it, e.g. `BF16`."""
+        return next(name for name, dtype in _DTYPES.items() if dtype == self.dtype)
 
     def read_into(self, destination_: Tensor, on_bytes: Callable[[int], None] | None = None) -> None:
         """Copy the tensor into `destination_` (contiguous, same shape), casting to its dtype.
@@ -100,7 +105,9 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
                 raise CheckpointError(
                     f"{path} is corrupt or truncated: it has {file_bytes} bytes, its header claims {header_bytes}"
                 )
-            header = json.loads(stream.read(header_bytes))
+            header = parse_json(stream.read(header_bytes))
+        if not isinstance(header, dict):
+            raise CheckpointError(f"{path} is corrupt: its header is not a safetensors header: no JSON object")
         entries = {
             name: _parse_entry(path, name, fields, 8 + header_bytes)
             for name, fields in header.items()
@@ -110,7 +117,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         raise CheckpointError(f"{path} does not exist") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    except (ValueError, AttributeError) as error:  # not JSON, or not an object
+    except ValueError as error:
         raise CheckpointError(f"{path} is corrupt: its header is not a safetensors header: {error}") from error
     _check_layout(path, entries, 8 + header_bytes, file_bytes)
     return entries
