@@ -48,3 +48,23 @@ class CapacityError(AdaFlashError):
 
 class UnavailableError(AdaFlashError):
     """The server is draining or its engine has stopped; the request was not accepted."""
+
+
+class WeightError(AdaFlashError):
+    """A version of the drafter's weights cannot be published, delivered or used; names version, file or tensor."""
+
+
+class PayloadError(WeightError):
+    """A version does not fit the drafter being served; its bytes are those that were published."""
+
+
+class UnknownVersionError(WeightError):
+    """There is no such version, or no such file in it; it may have been removed since."""
+
+
+class BadVersionError(WeightError):
+    """The version was marked bad: it is never handed out again."""
+
+
+class DamagedVersionError(WeightError):
+    """The version's files on disk are not those that were published."""

@@ -18,6 +18,7 @@ HOST_ONLY_MODULES = (
     "adaflash.engine.sequence",
     "adaflash.cache.block_manager",
     "adaflash.speculative.budget",
+    "adaflash.training.weight_store",
     "adaflash.config",
     "adaflash.request",
     "adaflash.errors",

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that are either there, whole, after a crash or not there at all."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+_CHUNK_BYTES = 1 << 20
+
+
+def sync(path: Path) -> None:
+    """Make a file's content, or a directory's list of names, outlive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(directory: Path) -> None:
+    """Make a directory and all it holds outlive a power cut."""
+    for path in directory.iterdir():
+        sync_tree(path) if path.is_dir() else sync(path)
+    sync(directory)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file so that, whatever happens, either its old or its new content is there."""
+    temporary = path.with_name(f".{path.name}.new")
+    with temporary.open("wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(path)
+    sync(path.parent)
+
+
+def hash_file(path: Path) -> str:
+    """Return a file's sha256 in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while chunk := stream.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
