@@ -59,7 +59,7 @@ class OracleRunner(Runner):
             padded = known + row[len(known) :]
             token_ids.append([k if ok else r for k, r, ok in zip(padded, row, right, strict=True)])
             confidence.append([0.95 if ok else self.rng.random() for ok in right])
-        return Drafts(token_ids, DraftSignals(confidence, drafts.signals.length_ratio), drafts.block)
+        return Drafts(token_ids, DraftSignals(confidence, drafts.signals.length_ratio), drafts.logits)
 
 
 def tiny_engine(setup: TinySetup, drafter: str | None, config: EngineConfig | None = None) -> Engine:

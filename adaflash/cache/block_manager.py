@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 ROOT_UID = 0
+MIXED_VERSIONS = -1
 
 
 class PrefixMatch(NamedTuple):
@@ -25,13 +26,13 @@ class _Block:
         ref_count: Sequences whose table holds the block.
         uid: Identity of the cached content, unique for ever; None when the block is not in the prefix cache.
         key: (uid of the content before it, its token ids), set with `uid`.
-        has_drafter_kv: Whether the drafter's rows are valid too.
+        drafter_version: Version that wrote the drafter's rows, `MIXED_VERSIONS` if several did; None: not valid.
     """
 
     ref_count: int = 0
     uid: int | None = None
     key: tuple[int, tuple[int, ...]] | None = None
-    has_drafter_kv: bool = False
+    drafter_version: int | None = None
 
 
 class BlockManager:
@@ -83,9 +84,9 @@ class BlockManager:
                 return False
         return True
 
-    def has_drafter_kv(self, block: int) -> bool:
-        """Return whether the drafter's rows of a cached block are valid."""
-        return self._blocks[block].has_drafter_kv
+    def drafter_version(self, block: int) -> int | None:
+        """Return the version that wrote the drafter's rows of a cached block, None when they are not valid."""
+        return self._blocks[block].drafter_version
 
     def allocate(self, num_blocks: int, after: int | None = None) -> list[int] | None:
         """Take `num_blocks` exclusive blocks, or None (and take nothing) when there are not enough.
@@ -160,7 +161,7 @@ class BlockManager:
             return PrefixMatch(blocks, uid)
         for start in range(0, len(token_ids) - self.block_size + 1, self.block_size):
             block = self._cached.get((uid, tuple(token_ids[start : start + self.block_size])))
-            if block is None or (need_drafter_kv and not self._blocks[block].has_drafter_kv):
+            if block is None or (need_drafter_kv and self._blocks[block].drafter_version is None):
                 break
             next_uid = self._blocks[block].uid
             assert next_uid is not None, "a block in the cache has an identity"
@@ -168,14 +169,14 @@ class BlockManager:
             uid = next_uid
         return PrefixMatch(blocks, uid)
 
-    def register(self, block: int, parent_uid: int, token_ids: tuple[int, ...], has_drafter_kv: bool) -> int:
+    def register(self, block: int, parent_uid: int, token_ids: tuple[int, ...], drafter_version: int | None) -> int:
         """Put a full block whose rows are all committed into the prefix cache.
 
         Args:
             block: The block, held by the calling sequence.
             parent_uid: What `register` returned for the block before it (`ROOT_UID` for the first).
             token_ids: Its `block_size` tokens.
-            has_drafter_kv: Whether the drafter's rows are valid.
+            drafter_version: What wrote the drafter's rows; None when they are not valid.
 
         Returns:
             The content's identity, to be passed as `parent_uid` for the next block. When equal content is cached
@@ -190,12 +191,12 @@ class BlockManager:
         if known is not None:
             other = self._blocks[known]
             assert other.uid is not None, "a block in the cache has an identity"
-            if known == block or other.has_drafter_kv or not has_drafter_kv:
+            if known == block or other.drafter_version is not None or drafter_version is None:
                 return other.uid
             uid, other.uid, other.key = other.uid, None, None
         else:
             uid, self._next_uid = self._next_uid, self._next_uid + 1
-        state.uid, state.key, state.has_drafter_kv = uid, key, has_drafter_kv
+        state.uid, state.key, state.drafter_version = uid, key, drafter_version
         self._cached[key] = block
         return uid
 
@@ -218,4 +219,4 @@ class BlockManager:
         state = self._blocks[block]
         if state.key is not None:
             del self._cached[state.key]
-        state.uid, state.key, state.has_drafter_kv = None, None, False
+        state.uid, state.key, state.drafter_version = None, None, None

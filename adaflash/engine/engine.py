@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -19,6 +19,7 @@ from adaflash.engine.loading import LoadedEngine, load_engine, resolve_policy
 from adaflash.engine.merge import OutputMerger
 from adaflash.engine.output import SampleOutput, snapshot
 from adaflash.engine.preparation import RequestPreparer, as_params_list, as_prompt_list
+from adaflash.engine.request_state import RequestState, Sample
 from adaflash.engine.runner import Drafts, Round, Verified
 from adaflash.engine.scheduler import DraftLimits, Schedule, Scheduler
 from adaflash.engine.sequence import Sequence
@@ -35,36 +36,11 @@ from adaflash.request import (
     SpeculationStats,
     Usage,
 )
+from adaflash.speculative.base import Drafter
 from adaflash.speculative.budget import VerifyPolicy
+from adaflash.speculative.resident import ResidentDrafters
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(eq=False, slots=True)
-class _Sample:
-    """One sample on its way: the scheduler's sequence and the stream of what it committed."""
-
-    seq: Sequence
-    output: SampleOutput
-
-
-@dataclass
-class _RequestState:
-    """A running request.
-
-    Attributes:
-        samples: By sample index.
-        num_output_tokens: Committed tokens of all samples.
-        unforked: Samples that start when the first one's prefill ends.
-        num_unfinished: Samples whose output has not ended.
-    """
-
-    request: Request
-    samples: list[_Sample]
-    stats: SpeculationStats
-    unforked: list[Sequence]
-    num_unfinished: int
-    num_output_tokens: int = 0
 
 
 class Engine:
@@ -92,8 +68,8 @@ class Engine:
             self._blocks, config.max_num_seqs, config.max_num_batched_tokens, self._draft_limits()
         )
         self._counters = EngineCounters(self._draft_width)
-        self._requests: dict[str, _RequestState] = {}
-        self._samples: dict[int, _Sample] = {}
+        self._requests: dict[str, RequestState] = {}
+        self._samples: dict[int, Sample] = {}
         self._keys = itertools.count()
         self._preparer = RequestPreparer(
             self._loaded.tokenizer, self._loaded.info.vocab_size, self._loaded.max_model_len, config.seed
@@ -118,9 +94,13 @@ class Engine:
         if request.request_id in self._requests:
             raise RequestError("request_id", request.request_id, "unique among running requests")
         samples = [self._new_sample(request, index) for index in range(request.params.n)]
+        if self._runner.drafters is not None:
+            version = self._runner.drafters.acquire()
+            for sample in samples:
+                sample.seq.drafter_version = version
         stats = SpeculationStats(verify_policy=self._policy.name)
         unforked = [sample.seq for sample in samples[1:]]
-        self._requests[request.request_id] = _RequestState(request, samples, stats, unforked, len(samples))
+        self._requests[request.request_id] = RequestState(request, samples, stats, unforked, len(samples))
         self._scheduler.add(samples[0].seq)
 
     def add_request(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> str:
@@ -166,14 +146,14 @@ class Engine:
             raise
         return [reply.result() for reply in replies.values()]
 
-    def _new_sample(self, request: Request, index: int) -> _Sample:
+    def _new_sample(self, request: Request, index: int) -> Sample:
         key, params = next(self._keys), request.params
         room = self._loaded.max_model_len - len(request.prompt_token_ids)
         seq = Sequence(key, request, index, min(params.max_tokens or room, room))
         tokenizer = self._loaded.tokenizer
         detokenizer = None if tokenizer is None else Detokenizer(tokenizer, params, request.prompt_token_ids)
         output = SampleOutput(index, params, frozenset(self._eos_token_ids), seq.max_output_tokens, detokenizer)
-        sample = _Sample(seq, output)
+        sample = Sample(seq, output)
         self._samples[key] = sample
         return sample
 
@@ -222,7 +202,7 @@ class Engine:
 
     def _commit(self, rounds: list[Round], verified: list[Verified]) -> list[RequestOutput]:
         decided = iter(verified)
-        touched: dict[str, list[_Sample]] = {}
+        touched: dict[str, list[Sample]] = {}
         corrupted: set[str] = set()
         wrote_drafter_kv = self._scheduler.limits is not None
         for r in rounds:
@@ -241,7 +221,7 @@ class Engine:
             for key, samples in touched.items()
         ]
 
-    def _commit_sample(self, sample: _Sample, r: Round, result: Verified, wrote_drafter_kv: bool) -> None:
+    def _commit_sample(self, sample: Sample, r: Round, result: Verified, wrote_drafter_kv: bool) -> None:
         seq, output = sample.seq, sample.output
         state = self._requests[seq.request.request_id]
         was_decoding = seq.is_decoding
@@ -269,26 +249,25 @@ class Engine:
         stats.num_emitted_tokens += num_emitted
         if r.draft_row is None:
             return
-        drafter, num_verified = self._runner.drafter, len(r.draft_token_ids)
-        assert drafter is not None, "a round that drafted had a drafter"
+        version, num_verified = r.scheduled.seq.drafter_version, len(r.draft_token_ids)
         stats.num_verified_tokens += num_verified
         stats.num_accepted_tokens += num_accepted
         stats.num_drafted_tokens += self._draft_width
-        if drafter.version not in stats.drafter_versions:
-            stats.drafter_versions += (drafter.version,)
+        if version not in stats.drafter_versions:
+            stats.drafter_versions += (version,)
         self._counters.count_draft(num_verified, num_accepted)
 
-    def _delta(self, state: _RequestState, samples: list[_Sample]) -> RequestOutput:
+    def _delta(self, state: RequestState, samples: list[Sample]) -> RequestOutput:
         if state.num_unfinished == 0:
             self._forget(state)
         return self._output(state, samples, state.num_unfinished == 0)
 
-    def _fail(self, state: _RequestState, touched: list[_Sample]) -> RequestOutput:
+    def _fail(self, state: RequestState, touched: list[Sample]) -> RequestOutput:
         """End a request whose target logits were not finite; samples that advanced in this step keep their tokens."""
         logger.error("target logits are not finite request_id=%s", state.request.request_id)
         return self._end(state, "error", touched)
 
-    def _end(self, state: _RequestState, reason: FinishReason, touched: SequenceOf[_Sample] = ()) -> RequestOutput:
+    def _end(self, state: RequestState, reason: FinishReason, touched: SequenceOf[Sample] = ()) -> RequestOutput:
         """End every running sample of a request for `reason`; returns the last delta, with that of `touched` ones."""
         self._forget(state)
         ended = [sample for sample in state.samples if not sample.output.finished]
@@ -297,11 +276,13 @@ class Engine:
             self._retire(sample)
         return self._output(state, [*ended, *(s for s in touched if s not in ended)], finished=True)
 
-    def _forget(self, state: _RequestState) -> None:
+    def _forget(self, state: RequestState) -> None:
         del self._requests[state.request.request_id]
+        if self._runner.drafters is not None:
+            self._runner.drafters.release(state.samples[0].seq.drafter_version)
         self._counters.num_finished += 1
 
-    def _output(self, state: _RequestState, samples: list[_Sample], finished: bool) -> RequestOutput:
+    def _output(self, state: RequestState, samples: list[Sample], finished: bool) -> RequestOutput:
         request = state.request
         num_cached = state.samples[0].seq.num_cached_tokens
         return RequestOutput(
@@ -314,11 +295,45 @@ class Engine:
             request.prompt,
         )
 
-    def _retire(self, sample: _Sample) -> None:
+    def _retire(self, sample: Sample) -> None:
         self._scheduler.remove(sample.seq)
         if sample.seq.key in self._runner.sampling:
             self._runner.sampling.remove(sample.seq.key)
         del self._samples[sample.seq.key]
+
+    # ---- drafter versions ------------------------------------------------------------------------------------
+
+    def introduce_drafter(self, drafter: Drafter, candidate_share: float | None = None) -> None:
+        """Let a new version draft for new requests from the next step on; running ones keep theirs.
+
+        Args:
+            drafter: Packed, of the shapes being served and of a higher version. `drafters.has_room` must hold.
+            candidate_share: Share of new requests it gets until promoted or rolled back; None: it gets them all.
+        """
+        self.drafters.introduce(drafter, candidate_share)
+        logger.info("drafter live version=%d candidate_share=%s", drafter.version, candidate_share)
+
+    def roll_back_drafter(self) -> None:
+        """Give the candidate up: its requests go on with the last good version, at the price of acceptance."""
+        candidate = self.drafters.candidate
+        assert candidate is not None, "there is a candidate to roll back"
+        self.drafters.roll_back()
+        self.retire_drafter(candidate)
+        logger.warning("drafter rolled back version=%d good=%d", candidate, self.drafters.good)
+
+    def retire_drafter(self, version: int) -> None:
+        """Move the requests of a version that is neither good nor candidate over to the good one, which frees it."""
+        for state in self._requests.values():
+            if state.samples[0].seq.drafter_version == version:
+                good = self.drafters.move(version)
+                for sample in state.samples:
+                    sample.seq.move_to_version(good)
+
+    @property
+    def drafters(self) -> ResidentDrafters:
+        """The resident drafter versions; only of an engine with a drafter."""
+        assert self._runner.drafters is not None, "the engine has no drafter"
+        return self._runner.drafters
 
     # ---- policy ----------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from adaflash.ops.registry import load_backend
 from adaflash.request import EngineInfo
 from adaflash.speculative.base import Drafter
 from adaflash.speculative.drafter_loader import load_drafter
+from adaflash.speculative.resident import ResidentDrafters
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +118,8 @@ def assemble(
     draft_top_k = None if keep_draft_logits else DRAFT_TOP_K
     sampling = SamplingBuilder(target.config.vocab_size, backend.device, draft_top_k)
     draft_kv = pools[1] if drafter is not None else None
-    runner = Runner(backend, target, pools[0], drafter, draft_kv, sampling, keep_draft_logits)
+    drafters = None if drafter is None else ResidentDrafters(drafter)
+    runner = Runner(backend, target, pools[0], drafters, draft_kv, sampling, keep_draft_logits)
     info = EngineInfo(
         model=names[0],
         draft=names[1],

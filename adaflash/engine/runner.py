@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -20,17 +20,18 @@ from adaflash.ops.backend import Backend
 from adaflash.ops.metadata import PackedBatch, VerifyMetadata, device_tensor
 from adaflash.ops.reference_sampling import corrupted_rows, row_logprobs
 from adaflash.request import Logprob, TokenLogprobs
-from adaflash.speculative.base import DraftBlock, Drafter, LengthHead
+from adaflash.speculative.base import Drafter
 from adaflash.speculative.budget import DraftSignals
 from adaflash.speculative.packing import PackEntry, pack
+from adaflash.speculative.resident import ResidentDrafters
 
 
 class Drafts(NamedTuple):
-    """Drafts of one step on the host: tokens [S][K], what policies may see, and the device block behind them."""
+    """Drafts of one step: tokens [S][K] and what policies may see on the host, logits [S, K, Vd] if they are needed."""
 
     token_ids: list[list[int]]
     signals: DraftSignals
-    block: DraftBlock
+    logits: Tensor | None
 
 
 class Round(NamedTuple):
@@ -74,7 +75,7 @@ class Runner:
         backend: Where the ops run.
         target: The target model, packed.
         target_kv: Its KV pool.
-        drafter: The drafter, or None.
+        drafters: The resident drafter versions, or None.
         draft_kv: The drafter's KV pool; same block numbers as the target's.
         sampling: Builds sampling rows; knows penalties and counts.
         keep_draft_logits: Whether acceptance needs q (coupling `rejection`).
@@ -85,15 +86,15 @@ class Runner:
         backend: Backend,
         target: TargetModel,
         target_kv: KVCache,
-        drafter: Drafter | None,
+        drafters: ResidentDrafters | None,
         draft_kv: KVCache | None,
         sampling: SamplingBuilder,
         keep_draft_logits: bool,
     ) -> None:
-        assert (drafter is None) == (draft_kv is None), "a drafter comes with its KV pool"
+        assert (drafters is None) == (draft_kv is None), "a drafter comes with its KV pool"
         self.backend = backend
         self.target = target
-        self.drafter = drafter
+        self.drafters = drafters
         self.sampling = sampling
         self.times = StepTimes()
         self._target_kv = target_kv
@@ -101,9 +102,9 @@ class Runner:
         self._keep_draft_logits = keep_draft_logits
 
     @property
-    def length_head(self) -> LengthHead | None:
-        """The drafter's length head, if its checkpoint has one."""
-        return None if self.drafter is None else self.drafter.length_head
+    def drafter(self) -> Drafter | None:
+        """The last good drafter; its shapes are those of every version."""
+        return None if self.drafters is None else self.drafters.current
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy KV blocks of both models, `(source, destination)`."""
@@ -114,11 +115,24 @@ class Runner:
             self._draft_kv.copy_blocks(self.backend, pairs)
 
     def draft(self, drafting: list[ScheduledSequence]) -> Drafts:
-        """Draft a block for every sequence of `drafting` in one forward."""
-        assert self.drafter is not None, "drafting needs a drafter"
-        assert self._draft_kv is not None, "drafting needs the drafter's KV pool"
+        """Draft a block for every sequence of `drafting`, in one forward of each version in use."""
         started = time.perf_counter()
-        masks = [self.drafter.mask_token_id] * (self.drafter.draft_block_size - 1)
+        versions = [item.seq.drafter_version for item in drafting]
+        if len(set(versions)) == 1:
+            drafts = self._draft_with(versions[0], drafting)
+        else:
+            order = sorted(range(len(drafting)), key=versions.__getitem__)
+            groups = itertools.groupby(order, key=versions.__getitem__)
+            parts = [self._draft_with(version, [drafting[i] for i in group]) for version, group in groups]
+            drafts = _merge(parts, order)
+        self.times.draft += time.perf_counter() - started
+        return drafts
+
+    def _draft_with(self, version: int, drafting: list[ScheduledSequence]) -> Drafts:
+        assert self.drafters is not None, "drafting needs a drafter"
+        assert self._draft_kv is not None, "drafting needs the drafter's KV pool"
+        drafter = self.drafters[version]
+        masks = [drafter.mask_token_id] * (drafter.draft_block_size - 1)
         seqs = [item.seq for item in drafting]
         entries = [PackEntry([seq.token_ids[-1], *masks], seq.num_computed, seq.block_table, 0) for seq in seqs]
         batch = pack(entries, self._draft_kv.block_size, self.backend.device)
@@ -126,14 +140,12 @@ class Runner:
             [seq.key for seq in seqs],
             [seq.num_output_tokens for seq in seqs],
             len(masks),
-            self.drafter.column_token_ids,
+            drafter.column_token_ids,
             None,  # The drafter itself never proposes its mask id.
         )
-        block = self.drafter.propose(batch, self._draft_kv, rows, self._keep_draft_logits)
-        ratio = None if self.length_head is None else self.length_head.predict(block.hidden).tolist()
-        drafts = Drafts(block.token_ids.tolist(), DraftSignals(block.confidence.tolist(), ratio), block)
-        self.times.draft += time.perf_counter() - started
-        return drafts
+        block = drafter.propose(batch, self._draft_kv, rows, self._keep_draft_logits)
+        ratio = None if drafter.length_head is None else drafter.length_head.predict(block.hidden).tolist()
+        return Drafts(block.token_ids.tolist(), DraftSignals(block.confidence.tolist(), ratio), block.logits)
 
     def verify(self, rounds: list[Round], drafts: Drafts | None, write_drafter_kv: bool) -> list[Verified]:
         """Run the target over all rounds, and decide the tokens of those that sample, in order.
@@ -145,24 +157,39 @@ class Runner:
         """
         started = time.perf_counter()
         batch = pack([_entry(r) for r in rounds], self._target_kv.block_size, self.backend.device)
-        logits = self._forward(batch, write_drafter_kv)
+        logits = self._forward(batch, rounds if write_drafter_kv else None)
         sampled = [r for r in rounds if r.scheduled.samples]
         verified = self._decide(sampled, logits, drafts) if sampled else []
         self.times.verify += time.perf_counter() - started
         return verified
 
-    def _forward(self, batch: PackedBatch, write_drafter_kv: bool) -> Tensor:
-        """Return logits [R, V] of the rows that need them; writes the target's and the drafter's KV."""
+    def _forward(self, batch: PackedBatch, context_rounds: list[Round] | None) -> Tensor:
+        """Return logits [R, V] of the rows that need them; writes the target's KV, and the drafters' for the rounds."""
         meta = self.backend.attention_metadata(batch)
-        drafter = self.drafter if write_drafter_kv else None
+        drafter = None if context_rounds is None else self.drafter
         taps = () if drafter is None else drafter.tap_layer_ids
         out = self.target.forward(batch.token_ids, batch.positions, batch.slot_mapping, meta, self._target_kv, taps)
-        if drafter is not None:
-            # Rejected rows are written too: they lie in the sequence's own lookahead slots and are overwritten.
+        if context_rounds is not None and drafter is not None:
             assert out.taps is not None, "taps were asked for"
-            assert self._draft_kv is not None, "a drafter comes with its KV pool"
-            drafter.write_context(out.taps, batch.positions, batch.slot_mapping, self._draft_kv)
+            self._write_context(out.taps, batch, context_rounds)
         return self.target.compute_logits(out.hidden[batch.logits_indices])
+
+    def _write_context(self, taps: Tensor, batch: PackedBatch, rounds: list[Round]) -> None:
+        """Write every sequence's drafter KV with its own version.
+
+        Rejected rows are written too: they lie in the sequence's own lookahead slots and are overwritten.
+        """
+        assert self.drafters is not None, "there is a drafter to write for"
+        assert self._draft_kv is not None, "a drafter comes with its KV pool"
+        versions = [r.scheduled.seq.drafter_version for r in rounds]
+        if len(set(versions)) == 1:
+            self.drafters[versions[0]].write_context(taps, batch.positions, batch.slot_mapping, self._draft_kv)
+            return
+        row_versions = np.repeat(np.array(versions), batch.query_lens_cpu)
+        for version in set(versions):
+            rows = device_tensor(np.flatnonzero(row_versions == version), self.backend.device)
+            positions, slots = batch.positions[rows], batch.slot_mapping[rows]
+            self.drafters[version].write_context(taps[rows], positions, slots, self._draft_kv)
 
     def _decide(self, sampled: list[Round], logits: Tensor, drafts: Drafts | None) -> list[Verified]:
         seqs = [r.scheduled.seq for r in sampled]
@@ -191,9 +218,9 @@ class Runner:
         """Return draft logits [S, K, Vd] of the sampled sequences for rejection; rows that did not draft are unread."""
         if not self._keep_draft_logits or drafts is None:
             return None
-        assert drafts.block.logits is not None, "the drafter kept its logits"
+        assert drafts.logits is not None, "the drafter kept its logits"
         index = [0 if r.draft_row is None else r.draft_row for r in sampled]
-        return drafts.block.logits[index]
+        return drafts.logits[index]
 
     def _logprobs(
         self, sampled: list[Round], logits: Tensor, token_ids: list[list[int]]
@@ -208,6 +235,21 @@ class Runner:
                 results[s] = _token_logprobs(logits[row : row + len(tokens)], tokens, num_top)
             row += len(r.draft_token_ids) + 1
         return results
+
+
+def _merge(parts: list[Drafts], order: list[int]) -> Drafts:
+    """Put drafts of several versions, one after another in `order`, back into the order of the step."""
+    place = sorted(range(len(order)), key=order.__getitem__)  # where each sequence's drafts are
+    token_ids = [row for part in parts for row in part.token_ids]
+    confidence = [row for part in parts for row in part.signals.confidence]
+    ratios = [part.signals.length_ratio for part in parts]
+    ratio = [r for part in ratios if part is not None for r in part]
+    logits = [part.logits for part in parts if part.logits is not None]
+    return Drafts(
+        [token_ids[i] for i in place],
+        DraftSignals([confidence[i] for i in place], [ratio[i] for i in place] if ratio else None),
+        torch.cat(logits)[place] if logits else None,
+    )
 
 
 def _entry(r: Round) -> PackEntry:
@@ -236,7 +278,7 @@ def _corrupted_seqs(logits: Tensor, num_drafts: list[int]) -> list[bool]:
 
 
 def _verify_metadata(num_drafts: list[int], device: torch.device) -> VerifyMetadata:
-    cu_rows = [0, *accumulate(count + 1 for count in num_drafts)]
+    cu_rows = [0, *itertools.accumulate(count + 1 for count in num_drafts)]
     return VerifyMetadata(device_tensor(np.array(cu_rows, dtype=np.int64), device), num_drafts)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from adaflash.cache.block_manager import BlockManager
+from adaflash.cache.block_manager import MIXED_VERSIONS, BlockManager
 from adaflash.engine.sequence import Sequence
 
 
@@ -106,7 +106,8 @@ class Scheduler:
             child.block_table = list(parent.block_table)
             self.blocks.share(child.block_table)
             child.num_computed = parent.num_prompt_tokens - 1
-            child.has_drafter_kv = parent.has_drafter_kv
+            child.has_drafter_kv, child.is_context_pure = parent.has_drafter_kv, parent.is_context_pure
+            child.drafter_version, child.version_start = parent.drafter_version, parent.version_start
             child.num_registered, child.last_uid = parent.num_registered, parent.last_uid
             self.running.append(child)
         self.waiting.extendleft(reversed(late))
@@ -208,7 +209,9 @@ class Scheduler:
         """Give `seq` blocks for all its tokens, from the prefix cache where possible; False when there are too few."""
         matched, uid = self.blocks.match_prefix(seq.token_ids, need_drafter_kv=self.limits is not None)
         needed = self.blocks.num_blocks_for(seq.num_tokens)
-        seq.has_drafter_kv = all(self.blocks.has_drafter_kv(block) for block in matched)
+        versions = {self.blocks.drafter_version(block) for block in matched}
+        seq.has_drafter_kv = None not in versions
+        seq.is_context_pure = versions <= {seq.drafter_version}
         seq.block_table = list(matched)
         self.blocks.share(matched)
         # Each running sequence may need a block soon: admitting into the last ones would only preempt again.
@@ -271,7 +274,8 @@ class Scheduler:
             start = seq.num_registered * block_size
             tokens = tuple(seq.token_ids[start : start + block_size])
             block = seq.block_table[seq.num_registered]
-            seq.last_uid = self.blocks.register(block, seq.last_uid, tokens, seq.has_drafter_kv)
+            version = seq.drafter_version if start >= seq.version_start else MIXED_VERSIONS
+            seq.last_uid = self.blocks.register(block, seq.last_uid, tokens, version if seq.has_drafter_kv else None)
             seq.num_registered += 1
 
     def _release(self, seq: Sequence) -> None:
@@ -279,7 +283,8 @@ class Scheduler:
         seq.block_table = []
         seq.num_computed = 0
         seq.num_registered, seq.last_uid = 0, 0
-        seq.has_drafter_kv = True
+        seq.has_drafter_kv = seq.is_context_pure = True
+        seq.version_start = 0
 
     def _preempt(self, seq: Sequence, plan: Schedule) -> None:
         self.running.remove(seq)

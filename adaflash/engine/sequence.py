@@ -25,6 +25,9 @@ class Sequence:
         block_table: KV blocks in order; covers at least the computed tokens.
         num_computed: Leading tokens whose target KV is written. The first token without KV is the anchor.
         has_drafter_kv: Whether the drafter's KV is valid for all computed tokens.
+        drafter_version: Version that drafts for it and writes its drafter KV.
+        version_start: Computed tokens when that version took over: rows before it are another's.
+        is_context_pure: Whether all its drafter KV was written by that version.
         num_cached_tokens: Prompt tokens whose KV came from the prefix cache at admission.
         num_registered: Leading blocks already offered to the prefix cache.
         last_uid: Prefix-cache identity of the last registered block.
@@ -33,7 +36,9 @@ class Sequence:
 
     __slots__ = (
         "block_table",
+        "drafter_version",
         "has_drafter_kv",
+        "is_context_pure",
         "key",
         "last_uid",
         "max_output_tokens",
@@ -46,6 +51,7 @@ class Sequence:
         "request",
         "sample_index",
         "token_ids",
+        "version_start",
     )
 
     def __init__(self, key: int, request: Request, sample_index: int, max_output_tokens: int) -> None:
@@ -58,6 +64,9 @@ class Sequence:
         self.block_table: list[int] = []
         self.num_computed = 0
         self.has_drafter_kv = True
+        self.drafter_version = 0
+        self.version_start = 0
+        self.is_context_pure = True
         self.num_cached_tokens = 0
         self.num_registered = 0
         self.last_uid = ROOT_UID
@@ -77,6 +86,12 @@ class Sequence:
     def is_decoding(self) -> bool:
         """Whether only the anchor has no KV and the output has begun: the state a draft starts from."""
         return self.num_computed == self.num_tokens - 1 and self.num_tokens > self.num_prompt_tokens
+
+    def move_to_version(self, version: int) -> None:
+        """Let another version draft from here on; the rows that are there stay."""
+        self.drafter_version = version
+        self.version_start = self.num_computed
+        self.is_context_pure = self.num_computed == 0
 
     def append(self, token_ids: list[int]) -> None:
         """Commit output tokens."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import torch
@@ -51,11 +52,46 @@ def load_drafter(
         column_token_ids = column_token_ids.to(backend.device)
     head = target.compute_logits if column_token_ids is None else target.reduced_head(column_token_ids)
     drafter = DFlashDrafter(config, target.embed, head, column_token_ids, backend, dtype or target.dtype)
-    checkpoint.load(
-        drafter_slots(drafter), "the drafter of its config.json", ("d2t", "t2d", r".*rotary_emb\.inv_freq"), progress
-    )
-    drafter.rebuild_fused()
+    _load_weights(checkpoint, drafter, progress)
     return drafter
+
+
+def load_version(directory: Path, served: DFlashDrafter, version: int) -> DFlashDrafter:
+    """Load other weights of a drafter that is being served; embedding, LM head and draft vocabulary stay `served`'s.
+
+    Args:
+        directory: Holds `config.json` and safetensors.
+        served: The drafter whose shapes they must have.
+        version: Number of the weights.
+
+    Raises:
+        CheckpointError: A file is missing or corrupt, or it is not the same architecture; names field or tensor.
+    """
+    config = load_drafter_config(directory)
+    for field in dataclasses.fields(DrafterConfig):
+        value, expected = getattr(config, field.name), getattr(served.config, field.name)
+        if value != expected:
+            raise CheckpointError(f"drafter {directory}: {field.name}={value} differs from {expected}, which is served")
+    checkpoint = Checkpoint(directory)
+    _rename(checkpoint)
+    _check_tensors(checkpoint, config)
+    column_token_ids = _read_column_token_ids(checkpoint, config)
+    if column_token_ids is None or served.column_token_ids is None:
+        same_columns = column_token_ids is served.column_token_ids
+    else:
+        same_columns = torch.equal(column_token_ids, served.column_token_ids.cpu())
+    if not same_columns:
+        raise CheckpointError(f"drafter {directory}: d2t differs from the draft vocabulary that is served")
+    drafter = DFlashDrafter(config, served.embed, served.head, served.column_token_ids, served.backend, served.dtype)
+    drafter.version = version
+    _load_weights(checkpoint, drafter, None)
+    return drafter
+
+
+def _load_weights(checkpoint: Checkpoint, drafter: DFlashDrafter, progress: ProgressFn | None) -> None:
+    ignored = ("d2t", "t2d", r".*rotary_emb\.inv_freq")
+    checkpoint.load(drafter_slots(drafter), "the drafter of its config.json", ignored, progress)
+    drafter.rebuild_fused()
 
 
 def drafter_slots(drafter: DFlashDrafter) -> dict[str, Tensor]:

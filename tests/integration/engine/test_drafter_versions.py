@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""New drafter versions between steps: no token changes, requests keep theirs, at most two are resident."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from adaflash.cache.block_manager import MIXED_VERSIONS
+from adaflash.config import EngineConfig
+from adaflash.engine.engine import Engine
+from adaflash.request import RequestOutput, SamplingParams
+from adaflash.speculative.dflash import DFlashDrafter
+from adaflash.speculative.drafter_loader import load_version
+from tests.engines import TinySetup, random_prompts, run_all, step_until_done, tiny_engine
+
+VOCAB = 97
+PROMPTS = random_prompts(24, VOCAB, 30)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=5, max_tokens=24, presence_penalty=0.5, ignore_eos=True)
+CONFIG = EngineConfig(verify_policy="fixed", max_num_seqs=8, num_kv_blocks=64, max_model_len=96, block_size=8)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def setup(request: pytest.FixtureRequest, tiny_setup: Callable[[str], TinySetup]) -> TinySetup:
+    return tiny_setup(request.param)
+
+
+def _version(engine: Engine, setup: TinySetup, version: int) -> DFlashDrafter:
+    """The other one of the two tiny drafters, under a new number."""
+    served = engine.drafters.current
+    assert isinstance(served, DFlashDrafter)
+    drafter = load_version(setup.drafters[("random", "zero")[version % 2]], served, version)
+    drafter.pack()
+    return drafter
+
+
+def _swap_until_done(engine: Engine, setup: TinySetup, params: SamplingParams, seed: int) -> dict[str, RequestOutput]:
+    """Submit all prompts, swap, roll back, promote and retire at random; returns the last delta of each request."""
+    rng = random.Random(seed)
+    for index, prompt in enumerate(PROMPTS):
+        engine.add_request(prompt, params, str(index))
+    next_version, dispatched = 1, 0
+
+    def act(step: int) -> None:
+        nonlocal next_version, dispatched
+        drafters = engine.drafters
+        assert len(drafters.versions) <= 2
+        choice = rng.random()
+        if drafters.candidate is not None and choice < 0.3:
+            drafters.promote()
+        elif drafters.candidate is not None and choice < 0.6:
+            engine.roll_back_drafter()
+        elif drafters.draining is not None and choice < 0.5:
+            engine.retire_drafter(drafters.draining)
+        elif drafters.has_room:
+            engine.introduce_drafter(_version(engine, setup, next_version), rng.choice([None, 0.5]))
+            next_version += 1
+        if dispatched < 24 and step % 2:
+            engine.add_request(PROMPTS[dispatched % len(PROMPTS)], params, f"late{dispatched}")
+            dispatched += 1
+
+    last: dict[str, RequestOutput] = {}
+    tokens: dict[str, list[int]] = {}
+    for delta in step_until_done(engine, act):
+        tokens.setdefault(delta.request_id, []).extend(delta.outputs[0].token_ids)
+        last[delta.request_id] = delta
+    assert next_version > 10, "versions were swapped"
+    for request_id, output in last.items():
+        output.outputs[0].token_ids = tokens[request_id]
+    return last
+
+
+@pytest.mark.parametrize("coupling", ["gumbel", "rejection"])
+@pytest.mark.parametrize("num_kv_blocks", [64, 18])
+def test_swapping_at_every_turn_changes_no_greedy_token(setup: TinySetup, num_kv_blocks: int, coupling: str) -> None:
+    config = replace(CONFIG, num_kv_blocks=num_kv_blocks, sampling_coupling=coupling)
+    plain = run_all(tiny_engine(setup, None, replace(config, verify_policy="off")), PROMPTS, GREEDY)
+    expected = [output.outputs[0].token_ids for output in plain]
+    engine = tiny_engine(setup, "random", config)
+    outputs = _swap_until_done(engine, setup, GREEDY, seed=num_kv_blocks)
+    for request_id, output in outputs.items():
+        index = int(request_id.removeprefix("late")) % len(PROMPTS)
+        assert output.outputs[0].token_ids == expected[index], request_id
+    assert engine.stats().num_verified_tokens > 0
+    assert engine.stats().num_free_blocks == engine.stats().num_total_blocks
+
+
+def test_swapping_changes_no_sampled_token(setup: TinySetup) -> None:
+    expected = run_all(tiny_engine(setup, None, replace(CONFIG, verify_policy="off")), PROMPTS, SAMPLED)
+    outputs = _swap_until_done(tiny_engine(setup, "random", CONFIG), setup, SAMPLED, seed=3)
+    for index, want in enumerate(expected):
+        assert outputs[str(index)].outputs[0].token_ids == want.outputs[0].token_ids
+
+
+def test_requests_keep_the_version_they_were_dispatched_with(setup: TinySetup) -> None:
+    engine = tiny_engine(setup, "random", CONFIG)
+    for index in range(3):
+        engine.add_request(PROMPTS[index], GREEDY, f"old{index}")
+    engine.step()
+    engine.introduce_drafter(_version(engine, setup, 1))
+    for index in range(3):
+        engine.add_request(PROMPTS[index + 3], GREEDY, f"new{index}")
+    assert engine.drafters.versions == [0, 1]
+    deltas = {delta.request_id: delta for delta in step_until_done(engine, lambda _: None)}
+    for name, delta in deltas.items():
+        assert delta.speculation.drafter_versions == ((0,) if name.startswith("old") else (1,))
+    assert engine.drafters.versions == [1], "the old version is dropped with its last request"
+
+
+def test_samples_of_a_request_share_its_version(setup: TinySetup) -> None:
+    engine = tiny_engine(setup, "random", CONFIG)
+    engine.introduce_drafter(_version(engine, setup, 1), 0.5)
+    outputs = engine.generate([PROMPTS[0]] * 4, replace(SAMPLED, n=3))
+    assert sorted(output.speculation.drafter_versions for output in outputs) == [(0,), (0,), (1,), (1,)]
+
+
+def test_a_candidate_gets_its_share_of_new_requests(setup: TinySetup) -> None:
+    engine = tiny_engine(setup, "random", CONFIG)
+    engine.introduce_drafter(_version(engine, setup, 1), 0.25)
+    outputs = run_all(engine, PROMPTS, replace(GREEDY, max_tokens=4))
+    versions = [output.speculation.drafter_versions for output in outputs]
+    assert versions.count((1,)) == len(PROMPTS) // 4
+    engine.drafters.promote()
+    assert engine.drafters.versions == [1]
+
+
+def test_requests_of_a_rolled_back_candidate_go_on_with_the_good_version(setup: TinySetup) -> None:
+    engine = tiny_engine(setup, "random", CONFIG)
+    engine.introduce_drafter(_version(engine, setup, 1), 0.99)
+    for index in range(6):
+        engine.add_request(PROMPTS[index], GREEDY, str(index))
+    for _ in range(3):
+        engine.step()
+    engine.roll_back_drafter()
+    assert engine.drafters.versions == [0]
+    deltas = {delta.request_id: delta for delta in step_until_done(engine, lambda _: None)}
+    assert {delta.speculation.drafter_versions for delta in deltas.values()} <= {(0,), (1, 0)}
+    assert any(delta.speculation.drafter_versions == (1, 0) for delta in deltas.values())
+
+
+def test_cached_blocks_know_who_wrote_their_drafter_rows(setup: TinySetup) -> None:
+    engine = tiny_engine(setup, "random", CONFIG)
+    prompt = list(range(5, 5 + 20))
+    engine.generate(prompt, replace(GREEDY, max_tokens=8))
+    blocks = engine._blocks
+    assert {blocks.drafter_version(b) for b in blocks.match_prefix(prompt, True).blocks} == {0}
+    engine.introduce_drafter(_version(engine, setup, 1))
+    engine.add_request([*prompt, 3, 4], GREEDY, "hit")
+    engine.step()
+    (sample,) = engine._samples.values()
+    assert sample.seq.num_cached_tokens == 16
+    assert not sample.seq.is_context_pure
+    step_until_done(engine, lambda _: None)
+    engine.add_request(list(range(40, 62)), GREEDY, "cold")
+    engine.step()
+    (sample,) = engine._samples.values()
+    assert sample.seq.is_context_pure
+    engine.introduce_drafter(_version(engine, setup, 2))
+    engine.retire_drafter(1)
+    assert not sample.seq.is_context_pure
+    step_until_done(engine, lambda _: None)
+    versions = [blocks.drafter_version(b) for b in blocks.match_prefix(sample.seq.token_ids, True).blocks]
+    assert versions[:2] == [1, 1]
+    assert versions[2:] == [MIXED_VERSIONS, *[2] * (len(versions) - 3)]
