@@ -7,6 +7,7 @@ their callers check shapes and dtypes. Compiled by numba at first import, then c
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any, ParamSpec
@@ -26,7 +27,7 @@ FAST = frozenset({"reassoc", "contract", "nsz", "arcp"})
 _LOG2_E = np.float32(1.44269504)
 _LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
 _ROUND = np.float32(1.5 * 2**23)  # added and subtracted, rounds to an integer, which is then in the low bits
-_MIN_EXPONENT, _MAX_EXPONENT = np.float32(-87.0), np.float32(88.0)
+_MIN_EXPONENT, _MAX_EXPONENT, _INFINITY = np.float32(-87.0), np.float32(88.0), np.float32(np.inf)
 
 
 def compiled(signature: str, fastmath: frozenset[str] = frozenset()) -> Callable[[Kernel[P]], Kernel[P]]:
@@ -39,11 +40,16 @@ def compiled(signature: str, fastmath: frozenset[str] = frozenset()) -> Callable
         except RuntimeError as error:  # What numba raises when neither the package nor the home can be written.
             if "cannot cache function" not in str(error):
                 raise
-            logger.warning("compiled kernels are not cached, set NUMBA_CACHE_DIR reason=%r", str(error))
+            _warn_once()
             decorated = njit(signature, **options)(kernel)
         return decorated
 
     return compile_kernel
+
+
+@functools.cache
+def _warn_once() -> None:
+    logger.warning("compiled kernels cannot be cached and are compiled at every start: set NUMBA_CACHE_DIR")
 
 
 def _pointer(dtype: Any) -> Any:
@@ -77,10 +83,11 @@ float_of_bits, bits_of_float = _reinterpret(types.int32, types.float32), _reinte
 
 @njit(fastmath={"contract"})
 def exp(x: Any) -> Any:
-    """Return e^x within 2 ulp, without a call, so that loops over it vectorise; the ends of the range saturate.
+    """Return e^x within 2 ulp, without a call, so that loops over it vectorise; 0 below -87, infinity above 88.
 
     x = n ln 2 + r, and e^r by a polynomial of degree 6 (Cephes' expf). NaN stays NaN.
     """
+    given = x
     x = _MAX_EXPONENT if x > _MAX_EXPONENT else x
     x = _MIN_EXPONENT if x < _MIN_EXPONENT else x
     shifted = x * _LOG2_E + _ROUND
@@ -94,4 +101,6 @@ def exp(x: Any) -> Any:
     p = p * r + np.float32(1.6666665459e-1)
     p = p * r + np.float32(5.0000001201e-1)
     p = p * r * r + r + np.float32(1)
-    return p * float_of_bits((bits_of_float(shifted) << np.int32(23)) + np.int32(127 << 23))
+    result = p * float_of_bits((bits_of_float(shifted) << np.int32(23)) + np.int32(127 << 23))
+    result = _INFINITY if given > _MAX_EXPONENT else result
+    return np.float32(0) if given < _MIN_EXPONENT else result

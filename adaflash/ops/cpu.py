@@ -52,9 +52,13 @@ class CpuBackend(Backend):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> NormOutput:
         """See `Backend.rms_norm`."""
-        if not _is_inference(x, weight, x if residual is None else residual):
+        size = x.shape[-1]
+        has_shapes = weight.shape == (size,) and (residual is None or residual.shape == x.shape) and size > 0
+        if not (
+            has_shapes and weight.is_contiguous() and _is_inference(x, weight, x if residual is None else residual)
+        ):
             return super().rms_norm(x, weight, eps, residual)
-        x, size = x.contiguous(), x.shape[-1]
+        x = x.contiguous()
         normed, num_rows = torch.empty_like(x), x.numel() // size
         if residual is None:
             kernels.rms_norm(x.data_ptr(), 0, weight.data_ptr(), eps, normed.data_ptr(), 0, num_rows, size)
@@ -66,9 +70,12 @@ class CpuBackend(Backend):
 
     def apply_rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """See `Backend.apply_rope`."""
-        if not (_is_inference(q, k, cos, sin) and _has_adjacent_heads(q) and _has_adjacent_heads(k)):
-            return super().apply_rope(q, k, cos, sin)
         num_rows, num_heads, head_dim = q.shape
+        half = cos.shape[1]
+        has_shapes = k.shape[0] == num_rows and k.shape[2] == head_dim and 2 * half <= head_dim
+        has_shapes = has_shapes and cos.shape == sin.shape == (num_rows, half)
+        if not (has_shapes and _is_inference(q, k, cos, sin) and _has_adjacent_heads(q) and _has_adjacent_heads(k)):
+            return super().apply_rope(q, k, cos, sin)
         cos, sin, rotated_q, rotated_k = cos.contiguous(), sin.contiguous(), q.new_empty(q.shape), k.new_empty(k.shape)
         kernels.apply_rope(
             q.data_ptr(),
@@ -83,14 +90,15 @@ class CpuBackend(Backend):
             num_heads,
             head_dim,
             k.shape[1],
-            cos.shape[1],
+            half,
         )
         return rotated_q, rotated_k
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """See `Backend.silu_and_mul`."""
-        num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-        if num_rows > MAX_COMPILED_SILU_ROWS or not _is_inference(gate_up):
+        num_rows, size = gate_up.shape[0], gate_up.shape[-1] // 2
+        is_small = gate_up.dim() == 2 and num_rows <= MAX_COMPILED_SILU_ROWS and gate_up.shape[1] == 2 * size
+        if not (is_small and _is_inference(gate_up)):
             gate, up = gate_up.chunk(2, dim=-1)
             return F.silu(gate).mul_(up)
         gate_up, out = gate_up.contiguous(), gate_up.new_empty(num_rows, size)
@@ -99,13 +107,18 @@ class CpuBackend(Backend):
 
     def write_kv(self, k: Tensor, v: Tensor, k_cache_: Tensor, v_cache_: Tensor, slot_mapping: Tensor) -> None:
         """See `Backend.write_kv`."""
-        if not (_is_inference(k, v, k_cache_, v_cache_) and _has_adjacent_heads(k) and _has_adjacent_heads(v)):
-            super().write_kv(k, v, k_cache_, v_cache_, slot_mapping)
-            return
         num_rows, num_heads, head_dim = k.shape
+        has_shapes = k.shape == v.shape and k_cache_.shape == v_cache_.shape and k_cache_.shape[2:] == k.shape[1:]
+        has_slots = slot_mapping.dtype is torch.int64 and slot_mapping.shape == (num_rows,)
+        is_plain = slot_mapping.is_contiguous() and k_cache_.is_contiguous() and v_cache_.is_contiguous()
+        is_plain = is_plain and _has_adjacent_heads(k) and _has_adjacent_heads(v)
+        if not (has_shapes and has_slots and is_plain and _is_inference(k, v, k_cache_, v_cache_)):
+            super().write_kv(k, v, k_cache_, v_cache_, slot_mapping.long())
+            return
+        num_slots = k_cache_.shape[0] * k_cache_.shape[1]
         for rows, cache_ in ((k, k_cache_), (v, v_cache_)):
             addresses = rows.data_ptr(), rows.stride(0), slot_mapping.data_ptr(), cache_.data_ptr()
-            kernels.write_rows(*addresses, num_rows, num_heads * head_dim)
+            kernels.write_rows(*addresses, num_rows, num_heads * head_dim, num_slots)
 
     def paged_attention(
         self,
@@ -121,7 +134,7 @@ class CpuBackend(Backend):
         needs_grad = torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad)
         if needs_grad or not isinstance(meta, CpuAttentionMetadata):
             return super().paged_attention(q, k_cache, v_cache, meta, scale, causal, window)
-        if 0 < meta.num_pairs <= MAX_COMPILED_PAIRS and _is_inference(q, k_cache, v_cache):
+        if 0 < meta.num_pairs <= MAX_COMPILED_PAIRS and _fits_kernel(q, k_cache, v_cache, meta, window):
             return _attend(q.contiguous(), k_cache, v_cache, meta, scale, causal, window)
         _, block_size, num_kv_heads, head_dim = k_cache.shape
         key = PlanKey(causal, window, block_size, q.shape[1], num_kv_heads, head_dim, q.dtype)
@@ -167,6 +180,17 @@ class CpuBackend(Backend):
         return torch.float32
 
 
+def _fits_kernel(q: Tensor, k_cache: Tensor, v_cache: Tensor, meta: CpuAttentionMetadata, window: int | None) -> bool:
+    """Return whether the compiled attention takes these tensors."""
+    if not (k_cache.is_contiguous() and v_cache.is_contiguous() and _is_inference(q, k_cache, v_cache)):
+        return False
+    lengths = (meta.cu_seqlens_q, meta.seq_lens, meta.block_tables)
+    has_lengths = all(tensor.dtype is torch.int32 and tensor.is_contiguous() for tensor in lengths)
+    has_shapes = k_cache.shape == v_cache.shape and q.shape[2] == k_cache.shape[3]
+    has_tables = max(meta.seq_lens_cpu) <= meta.block_tables.shape[1] * k_cache.shape[1]
+    return has_lengths and has_shapes and has_tables and (window is None or window > 0)
+
+
 def _attend(
     q: Tensor,
     k_cache: Tensor,
@@ -178,7 +202,7 @@ def _attend(
 ) -> Tensor:
     """Attend in one compiled call, [T, Hq, D] -> [T, Hq, D]; see `Backend.paged_attention`."""
     out = torch.empty_like(q)
-    (_, num_heads, head_dim), (_, block_size, num_kv_heads, _) = q.shape, k_cache.shape
+    (_, num_heads, head_dim), (num_blocks, block_size, num_kv_heads, _) = q.shape, k_cache.shape
     num_seqs, max_blocks = meta.block_tables.shape
     kernels.paged_attention(
         q.data_ptr(),
@@ -190,6 +214,7 @@ def _attend(
         meta.block_tables.data_ptr(),
         num_seqs,
         max_blocks,
+        num_blocks,
         block_size,
         num_heads,
         num_kv_heads,

@@ -82,11 +82,17 @@ def apply_rope(
                 out[i] = x[i]
 
 
-@compiled("void(intp, intp, intp, intp, intp, intp)")
-def write_rows(x: int, row_stride: int, slots: int, cache_: int, num_rows: int, n: int) -> None:
-    """Copy row r of x, n elements, to row `slots[r]` of the cache, both fp32; a slot of -1 is skipped."""
+@compiled("void(intp, intp, intp, intp, intp, intp, intp)")
+def write_rows(x: int, row_stride: int, slots: int, cache_: int, num_rows: int, n: int, num_slots: int) -> None:
+    """Copy row r of x, n elements, to row `slots[r]` of the cache, both fp32; a slot of -1 is skipped.
+
+    Raises:
+        IndexError: A slot lies behind the cache.
+    """
     slot_of = carray(longs(slots), (num_rows,))
     for row in range(num_rows):
+        if slot_of[row] >= num_slots:
+            raise IndexError("slot_mapping points behind the KV cache")
         if slot_of[row] >= 0:
             source = carray(floats(x + 4 * row * row_stride), (n,))
             out = carray(floats(cache_ + 4 * slot_of[row] * n), (n,))
@@ -95,7 +101,8 @@ def write_rows(x: int, row_stride: int, slots: int, cache_: int, num_rows: int, 
 
 
 @compiled(
-    "void(intp, intp, intp, intp, intp, intp, intp, intp, intp, intp, intp, intp, intp, intp, float32, boolean, intp)",
+    "void(intp, intp, intp, intp, intp, intp, intp, intp, intp, intp, intp, intp, intp, intp, intp, "
+    "float32, boolean, intp)",
     FAST,
 )
 def paged_attention(
@@ -108,6 +115,7 @@ def paged_attention(
     block_tables: int,
     num_seqs: int,
     max_blocks: int,
+    num_blocks: int,
     block_size: int,
     num_heads: int,
     num_kv_heads: int,
@@ -120,6 +128,9 @@ def paged_attention(
     """See `Backend.paged_attention`: q, out_ [T, Hq, D] contiguous; window 0 is none; int32 lengths and tables.
 
     Per query row and head: scores of the visible keys, softmax, weighted sum of the values, all where they lie.
+
+    Raises:
+        IndexError: A block lies behind the cache.
     """
     group = num_heads // num_kv_heads
     starts, lens = carray(ints(cu_seqlens_q), (num_seqs + 1,)), carray(ints(seq_lens), (num_seqs,))
@@ -129,6 +140,9 @@ def paged_attention(
     for seq in range(num_seqs):
         table = carray(ints(block_tables + 4 * seq * max_blocks), (max_blocks,))
         query_len = starts[seq + 1] - starts[seq]
+        for i in range((lens[seq] + block_size - 1) // block_size):
+            if table[i] < 0 or table[i] >= num_blocks:
+                raise IndexError("block_tables points behind the KV cache")
         for query in range(query_len):
             position = lens[seq] - query_len + query
             end = position + 1 if causal else lens[seq]

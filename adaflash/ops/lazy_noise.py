@@ -36,10 +36,16 @@ def lazy_argmax(scores: Tensor, rows: NoiseRows, stream: int, token_ids: Tensor 
         rows: Keys of the n rows.
         stream: Which of the noise streams.
         token_ids: [V] token id of each column, or None when columns are token ids.
+
+    Raises:
+        ValueError: There is no column.
     """
-    scores = scores.contiguous()
-    keys = torch.stack(rows, dim=1)  # [n, 3]
+    if not scores.shape[1]:
+        raise ValueError("scores must have at least one column")
+    scores = scores.float().contiguous()
+    keys = torch.stack(rows, dim=1).long()  # [n, 3]
     picks = torch.empty(scores.shape[0], dtype=torch.int64)
+    token_ids = None if token_ids is None else token_ids.long().contiguous()
     ids = 0 if token_ids is None else token_ids.data_ptr()
     _argmax(scores.data_ptr(), keys.data_ptr(), ids, picks.data_ptr(), stream, *scores.shape)
     return picks

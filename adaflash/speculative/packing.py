@@ -89,12 +89,19 @@ def _lay_out(
         logits_indices_: [R].
         lens_: [2 S + 1] `cu_seqlens_q`, then `seq_lens`.
         padded_tables_: [S, max_blocks] zeros.
+
+    Raises:
+        IndexError: An entry goes beyond its block table, or wants logits of more tokens than it has.
     """
     num_seqs = entries.shape[1]
     row, first_id, logit = 0, 0, 0
     lens_[0] = 0
     for s in range(num_seqs):
         query_len, start, num_logits, table_len = entries[0, s], entries[1, s], entries[2, s], entries[3, s]
+        if start + query_len > table_len * block_size:
+            raise IndexError("an entry goes beyond its block table")
+        if num_logits > query_len:
+            raise IndexError("an entry wants logits of more tokens than it has")
         for i in range(table_len):
             padded_tables_[s, i] = table_ids[first_id + i]
         for position in range(start, start + query_len):

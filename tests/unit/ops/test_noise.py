@@ -97,3 +97,16 @@ def test_lazy_argmax_of_rows_without_a_finite_maximum_is_that_of_the_scores():
     scores[1, [40, 50]] = float("nan")
     scores[2, [60, 70]] = float("inf")
     assert lazy_argmax(scores, random_rows(3), TOKEN_STREAM, None).tolist() == [0, 40, 60]
+
+
+@pytest.mark.parametrize("ids", [torch.arange(0, 600, 2)[::2], torch.arange(150, dtype=torch.int32)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_lazy_argmax_takes_any_layout_and_dtype(ids, dtype):
+    scores, rows = torch.randn(2, 300).to(dtype)[:, ::2], random_rows(2)
+    expected = (scores.float() + gumbel(rows, TOKEN_STREAM, 150, ids.long())).argmax(-1)
+    assert torch.equal(lazy_argmax(scores, rows, TOKEN_STREAM, ids), expected)
+
+
+def test_lazy_argmax_of_no_columns_is_an_error():
+    with pytest.raises(ValueError, match="column"):
+        lazy_argmax(torch.empty(2, 0), random_rows(2), TOKEN_STREAM, None)

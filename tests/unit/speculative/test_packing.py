@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -46,3 +47,16 @@ def test_every_row_keeps_its_token_position_and_slot(entries: list[PackEntry]) -
         assert row[: len(entry.block_table)] == entry.block_table
     assert batch.num_tokens == len(expected)
     assert batch.num_seqs == len(entries)
+
+
+@pytest.mark.parametrize(
+    "entry", [PackEntry([7, 8], 3, [3], 1), PackEntry([7, 8], 5, [3], 1), PackEntry([7], 0, [], 1)]
+)
+def test_an_entry_beyond_its_block_table_is_an_error(entry: PackEntry) -> None:
+    with pytest.raises(IndexError, match="block table"):
+        pack([PackEntry([1], 0, [9, 9], 1), entry], BLOCK_SIZE, torch.device("cpu"))
+
+
+def test_more_logits_than_tokens_are_an_error() -> None:
+    with pytest.raises(IndexError, match="logits"):
+        pack([PackEntry([7, 8], 0, [3], 3)], BLOCK_SIZE, torch.device("cpu"))
