@@ -20,7 +20,7 @@ SamplingCoupling = Literal["gumbel", "rejection"]
 
 ENV_PREFIX = "ADAFLASH_"
 _CACHE_DIR = "CACHE_DIR"
-# What Kubernetes sets in every pod of a namespace with a Service named adaflash or adaflash-*.
+# What Kubernetes sets in every pod beside a Service, and `<SERVICE>_PORT=tcp://...`.
 _SERVICE_LINK = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)$")
 
 
@@ -169,8 +169,13 @@ class ServerConfig:
     shutdown_timeout_s: float = 45.0
 
     def __post_init__(self) -> None:
-        _require(0 <= self.grpc_port <= 65535, "grpc_port", self.grpc_port, "in [0, 65535]")
-        _require(0 <= (self.metrics_port or 0) <= 65535, "metrics_port", self.metrics_port, "in [0, 65535]")
+        for name in ("grpc_port", "metrics_port"):
+            port = getattr(self, name)
+            _require(port is not None or name == "metrics_port", name, port, "an integer in [0, 65535]")
+            _require_int(name, port, 0)
+            _require((port or 0) <= 65535, name, port, "in [0, 65535]")
+        is_clash = self.grpc_port != 0 and self.grpc_port == self.metrics_port
+        _require(not is_clash, "metrics_port", self.metrics_port, f"another port than grpc_port={self.grpc_port}")
         for name in ("max_message_bytes", "max_num_waiting", "max_stream_buffer_bytes"):
             _require_min(name, getattr(self, name), 1)
         _require_min("stream_stall_timeout_s", self.stream_stall_timeout_s, 0.1)
@@ -207,9 +212,13 @@ def check_environment(environ: Mapping[str, str] | None = None) -> None:
     known = {_CACHE_DIR, *(field.name.upper() for field in fields)}
     for variable, value in sorted((os.environ if environ is None else environ).items()):
         name = variable.removeprefix(ENV_PREFIX)
-        is_service_link = _SERVICE_LINK.search(variable) or (name.endswith("PORT") and "://" in value)
-        if variable.startswith(ENV_PREFIX) and name not in known and not is_service_link:
+        if variable.startswith(ENV_PREFIX) and name not in known and not _is_service_link(variable, value):
             raise ConfigError(f"unknown environment variable {variable!r}{suggest(name, known, ENV_PREFIX)}")
+
+
+def _is_service_link(variable: str, value: str) -> bool:
+    """Return whether Kubernetes set this variable, for a Service named `adaflash` or `adaflash-*`."""
+    return _SERVICE_LINK.search(variable) is not None or (variable.endswith("PORT") and "://" in value)
 
 
 def environment_overrides(field_names: Iterable[str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -217,8 +226,9 @@ def environment_overrides(field_names: Iterable[str], environ: Mapping[str, str]
     source = os.environ if environ is None else environ
     found = {}
     for name in field_names:
-        value = source.get(ENV_PREFIX + name.upper())
-        if value is not None:
+        variable = ENV_PREFIX + name.upper()
+        value = source.get(variable)
+        if value is not None and not _is_service_link(variable, value):
             found[name] = value
     return found
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from adaflash.cli.flags import add_flags, flags_of, given_flags, merge_settings
-from adaflash.cli.measure import BenchRequest, PassResult, PolicySummary, chat_request, run_interleaved, summarize
+from adaflash.cli.measure import BenchRequest, PolicySummary, chat_request, run_interleaved, summarize
 from adaflash.config import EngineConfig
 from adaflash.errors import ConfigError
 from adaflash.request import EngineInfo, SamplingParams
@@ -90,7 +90,7 @@ def _requests(args: argparse.Namespace) -> list[BenchRequest]:
 def _bench_engine(
     args: argparse.Namespace, requests: list[BenchRequest], concurrencies: list[int], console: Console
 ) -> tuple[EngineInfo, list[PolicySummary]]:
-    from adaflash.cli.console import load_progress
+    from adaflash.cli.console import load_progress, show_pass
     from adaflash.engine.engine import Engine
 
     flags = flags_of(EngineConfig, skip=_FIXED_BY_BENCH)
@@ -107,7 +107,7 @@ def _bench_engine(
     summaries: list[PolicySummary] = []
     for concurrency in concurrencies:
         passes = run_interleaved(
-            engine, policies, requests, concurrency, args.rounds, lambda result: _show_pass(result, console)
+            engine, policies, requests, concurrency, args.rounds, lambda result: show_pass(result, console)
         )
         summaries += summarize(passes, REFERENCE_POLICY)
     return engine.info, summaries
@@ -117,28 +117,20 @@ def _bench_server(
     args: argparse.Namespace, requests: list[BenchRequest], concurrencies: list[int], console: Console
 ) -> tuple[EngineInfo, list[PolicySummary]]:
     from adaflash.cli.bench_server import bench_server
+    from adaflash.cli.console import show_pass
 
     given = sorted(given_flags(args, flags_of(EngineConfig, skip=_FIXED_BY_BENCH)))
     if given:
         raise ConfigError(f"--address measures a running server: {', '.join(given)} cannot be set from here")
     info, passes = asyncio.run(
         bench_server(
-            args.address, args.api_key, requests, concurrencies, args.rounds, lambda result: _show_pass(result, console)
+            args.address, args.api_key, requests, concurrencies, args.rounds, lambda result: show_pass(result, console)
         )
     )
     summaries: list[PolicySummary] = []
     for concurrency in concurrencies:
         summaries += summarize([p for p in passes if p.concurrency == concurrency], REFERENCE_POLICY)
     return info, summaries
-
-
-def _show_pass(result: PassResult, console: Console) -> None:
-    console.print(
-        f"policy={result.policy} concurrency={result.concurrency} tokens={result.num_output_tokens} "
-        f"seconds={result.seconds:.2f} tokens_per_s={result.tokens_per_s:.1f}",
-        highlight=False,
-        style="dim",
-    )
 
 
 def _show_table(summaries: Sequence[PolicySummary], console: Console) -> None:

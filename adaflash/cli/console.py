@@ -7,12 +7,15 @@ import logging
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from adaflash.cli.measure import PassResult
 
 logger = logging.getLogger(__name__)
 
@@ -79,3 +82,13 @@ def show_summary(title: str, values: Mapping[str, object]) -> None:
 def _plain(value: object) -> str:
     text = str(value)
     return repr(text) if " " in text or not text else text
+
+
+def show_pass(result: PassResult, console: Console) -> None:
+    """Print one line about a finished pass."""
+    console.print(
+        f"policy={result.policy} concurrency={result.concurrency} tokens={result.num_output_tokens} "
+        f"seconds={result.seconds:.2f} tokens_per_s={result.tokens_per_s:.1f}",
+        highlight=False,
+        style="dim",
+    )

@@ -95,11 +95,16 @@ def _requests(args: argparse.Namespace) -> list[BenchRequest]:
 def _measure(engine: Engine, requests: list[BenchRequest], num_rounds: int, console: Console) -> list[PassResult]:
     from rich.progress import Progress
 
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("measuring, plain and speculative in turn", total=2 * num_rounds)
+    from adaflash.cli.console import show_pass, stderr_console
+
+    policies = (_PLAIN, _SPECULATIVE)
+    if not console.is_terminal:
         return run_interleaved(
-            engine, (_PLAIN, _SPECULATIVE), requests, 1, num_rounds, lambda result: progress.advance(task)
+            engine, policies, requests, 1, num_rounds, lambda result: show_pass(result, stderr_console())
         )
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("measuring, plain and speculative in turn", total=2 * num_rounds)
+        return run_interleaved(engine, policies, requests, 1, num_rounds, lambda result: progress.advance(task))
 
 
 def _show_generation(engine: Engine, requests: list[BenchRequest], console: Console) -> None:

@@ -17,6 +17,8 @@ from adaflash.errors import AdaFlashError
 
 PACKAGES = (
     "torch",
+    "numpy",
+    "numba",
     "triton",
     "torch_npu",
     "transformers",
