@@ -14,8 +14,9 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 Divergence = Literal["reverse_kl", "forward_kl"]
 
-# fp32 logits of a chunk: 32 MB. A larger one is not faster on a CPU (`tools/bench/losses.py`).
-CHUNK_ELEMENTS = 1 << 23
+# fp32 logits of a chunk: 64 MB, in four buffers. Half of it is a tenth slower at a vocabulary of 151936, twice gains
+# nothing (`tools/bench/losses.py`, one thread).
+CHUNK_ELEMENTS = 1 << 24
 
 
 class DraftHead:
@@ -113,7 +114,7 @@ def row_losses(
 
     Rows are processed in chunks of full width, each with its gradient while its logits exist: three matmuls a row,
     as many as the plain computation; making logits again in the backward pass, or in tiles of the vocabulary, takes
-    five or six. Peak memory is about four chunks of logits and [N, H]. `hidden` alone gets a gradient.
+    five or six. Peak memory is four chunks of logits, made once, and [N, H]. `hidden` alone gets a gradient.
 
     Args:
         hidden: [N, H] final hidden states of the drafter.
@@ -142,36 +143,89 @@ def top1_token_ids(hidden: Tensor, weight: Tensor, chunk_elements: int = CHUNK_E
     Returns:
         [N] int64 target ids.
     """
+    rows = _chunk_rows(chunk_elements, len(weight), len(hidden))
     dtype = torch.promote_types(hidden.dtype, torch.float32)
-    rows = _chunk_rows(chunk_elements, len(weight))
-    chunks = [hidden[begin : begin + rows].to(dtype) for begin in range(0, max(1, len(hidden)), rows)]
-    return torch.cat([_project(chunk, weight, chunk_elements).argmax(-1) for chunk in chunks])
+    logits_ = torch.empty(rows, len(weight), dtype=dtype, device=hidden.device)
+    top1 = []
+    for begin in range(0, max(1, len(hidden)), rows):
+        chunk = hidden[begin : begin + rows].to(dtype)
+        top1.append(_project(chunk, weight, chunk_elements, logits_[: len(chunk)]).argmax(-1))
+    return torch.cat(top1)
 
 
-def _chunk_rows(chunk_elements: int, num_columns: int) -> int:
-    return max(1, chunk_elements // num_columns)
+def _chunk_rows(chunk_elements: int, num_columns: int, num_rows: int) -> int:
+    return max(1, min(chunk_elements // num_columns, num_rows))
 
 
-def _project(rows: Tensor, weight: Tensor, chunk_elements: int) -> Tensor:
-    """Return rows @ weight.T in the dtype of the rows, [r, H] -> [r, V]; a narrower weight is widened in tiles."""
+def _weight_tiles(weight: Tensor, chunk_elements: int) -> range:
+    """Return where the row tiles of a weight begin that is too narrow to be used as it is, and their length as step."""
+    return range(0, len(weight), max(1, chunk_elements // weight.shape[1]))
+
+
+def _project(rows: Tensor, weight: Tensor, chunk_elements: int, logits_: Tensor) -> Tensor:
+    """Write rows @ weight.T, [r, H] -> [r, V], in the dtype of the rows, and return it."""
     if weight.dtype == rows.dtype:
-        return rows @ weight.T
-    logits = rows.new_empty(len(rows), len(weight))
-    tile = _chunk_rows(chunk_elements, weight.shape[1])
-    for begin in range(0, len(weight), tile):
-        logits[:, begin : begin + tile] = rows @ weight[begin : begin + tile].to(rows.dtype).T
-    return logits
+        return torch.mm(rows, weight.T, out=logits_)
+    tiles = _weight_tiles(weight, chunk_elements)
+    for begin in tiles:
+        end = begin + tiles.step
+        logits_[:, begin:end] = rows @ weight[begin:end].to(rows.dtype).T
+    return logits_
 
 
 def _project_back(gradients: Tensor, weight: Tensor, chunk_elements: int) -> Tensor:
     """Return gradients @ weight in the dtype of the gradients, [r, V] -> [r, H]."""
     if weight.dtype == gradients.dtype:
         return gradients @ weight
-    tile = _chunk_rows(chunk_elements, weight.shape[1])
+    tiles = _weight_tiles(weight, chunk_elements)
     result = gradients.new_zeros(len(gradients), weight.shape[1])
-    for begin in range(0, len(weight), tile):
-        result += gradients[:, begin : begin + tile] @ weight[begin : begin + tile].to(gradients.dtype)
+    for begin in tiles:
+        end = begin + tiles.step
+        result += gradients[:, begin:end] @ weight[begin:end].to(gradients.dtype)
     return result
+
+
+class _Distribution(NamedTuple):
+    """Probabilities of r rows over the columns, their logarithms, [r, Vd], and the most probable column [r].
+
+    The mask token has probability 0, and 0 for its logarithm, so that its terms are 0 instead of NaN.
+    """
+
+    probabilities: Tensor
+    log_probabilities: Tensor
+    top1: Tensor
+
+
+class _Workspace:
+    """Two distributions' worth of chunk buffers, used again by every chunk.
+
+    New ones per chunk stayed with the C allocator in pieces: 778 MB at 2000 x 49152, for 151 MB of chunks.
+    """
+
+    def __init__(self, num_rows: int, head: DraftHead, chunk_elements: int, like: Tensor) -> None:
+        self.dtype = torch.promote_types(like.dtype, torch.float32)
+        self.head, self.chunk_elements = head, chunk_elements
+        self._shape = (num_rows, len(head.weight))
+        self._buffers: list[Tensor] = []
+        self._device = like.device
+
+    def distribution(self, hidden: Tensor, index: int) -> _Distribution:
+        """Return the distribution of some rows [r, H] in the buffers of `index`, 0 or 1."""
+        while len(self._buffers) < 2 * index + 2:
+            self._buffers.append(torch.empty(self._shape, dtype=self.dtype, device=self._device))
+        probabilities_, logits_ = (buffer[: len(hidden)] for buffer in self._buffers[2 * index : 2 * index + 2])
+        _project(hidden.to(self.dtype), self.head.weight, self.chunk_elements, logits_)
+        mask_column = self.head.mask_column
+        if mask_column is not None:
+            logits_[:, mask_column] = float("-inf")
+        largest, top1 = logits_.max(-1, keepdim=True)
+        torch.exp(logits_.sub_(largest), out=probabilities_)
+        total = probabilities_.sum(-1, keepdim=True)
+        probabilities_.div_(total)
+        logits_.sub_(total.log())
+        if mask_column is not None:
+            logits_[:, mask_column] = 0.0
+        return _Distribution(probabilities_, logits_, top1.squeeze(1))
 
 
 class _ChunkResult(NamedTuple):
@@ -202,19 +256,14 @@ class _RowLosses(torch.autograd.Function):
         objective: RowObjective,
     ) -> tuple[Tensor | None, ...]:
         """Compute all chunks."""
-        rows = _chunk_rows(objective.chunk_elements, len(head.weight))
+        rows = _chunk_rows(objective.chunk_elements, len(head.weight), len(hidden))
+        workspace = _Workspace(rows, head, objective.chunk_elements, hidden)
         needs_gradient: bool = ctx.needs_input_grad[0]  # type: ignore[attr-defined]
-        chunks = [
-            _chunk(
-                hidden[begin : begin + rows],
-                None if target_hidden is None else target_hidden[begin : begin + rows],
-                labels[begin : begin + rows],
-                head,
-                objective,
-                needs_gradient,
-            )
-            for begin in range(0, max(1, len(hidden)), rows)
-        ]
+        chunks = []
+        for begin in range(0, max(1, len(hidden)), rows):
+            part = slice(begin, begin + rows)
+            target_part = None if target_hidden is None else target_hidden[part]
+            chunks.append(_chunk(hidden[part], target_part, labels[part], workspace, objective, needs_gradient))
         merged = [
             None if columns[0] is None else torch.cat(columns)
             for columns in zip(*(chunk.losses for chunk in chunks), strict=True)
@@ -237,61 +286,50 @@ def _chunk(
     hidden: Tensor,
     target_hidden: Tensor | None,
     labels: Tensor,
-    head: DraftHead,
+    workspace: _Workspace,
     objective: RowObjective,
     needs_gradient: bool,
 ) -> _ChunkResult:
     """Compute r rows at once; see `row_losses`."""
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
-    alpha, chunk_elements = objective.alpha, objective.chunk_elements
-    log_p = _log_softmax(_project(hidden.to(dtype), head.weight, chunk_elements), head.mask_column)  # [r, Vd]
-    top1 = log_p.argmax(-1)
-    learnable = (labels >= 0).to(dtype)
+    alpha = objective.alpha
+    draft = workspace.distribution(hidden, 0)
+    p = draft.probabilities
+    learnable = (labels >= 0).to(p.dtype)
     picked = labels.clamp_min(0)[:, None]
-    cross_entropy = torch.where(labels >= 0, -log_p.gather(1, picked).squeeze(1), 0.0)
-    p = log_p.exp()
-    divergence, clipped, gradient = None, torch.zeros_like(cross_entropy), None
+    cross_entropy = torch.where(labels >= 0, -draft.log_probabilities.gather(1, picked).squeeze(1), 0.0)
     loss = alpha * cross_entropy
+    divergence, clipped, gradient = None, torch.zeros_like(cross_entropy), None
     if target_hidden is not None and alpha < 1:
-        log_q = _log_softmax(_project(target_hidden.to(dtype), head.weight, chunk_elements), head.mask_column)
-        divergence, clipped, gradient = _divergence(p, log_p, log_q, head.mask_column, objective)
+        divergence, clipped, gradient = _divergence(draft, workspace.distribution(target_hidden, 1), objective)
         loss = loss + (1 - alpha) * divergence
     if needs_gradient:
         # dCE/dlogits = p - onehot(label)
-        gradient = torch.zeros_like(p) if gradient is None else gradient.mul_(1 - alpha)
-        gradient.addcmul_(p, alpha * learnable[:, None])
-        gradient.scatter_add_(1, picked, -alpha * learnable[:, None])
-        gradient = _project_back(gradient, head.weight, chunk_elements).to(hidden.dtype)
-    return _ChunkResult(RowLosses(loss, cross_entropy, divergence, clipped, top1), gradient)
+        weight = alpha * learnable[:, None]
+        gradient = p.mul_(weight) if gradient is None else gradient.mul_(1 - alpha).addcmul_(p, weight)
+        gradient.scatter_add_(1, picked, -weight)
+        gradient = _project_back(gradient, workspace.head.weight, objective.chunk_elements).to(hidden.dtype)
+    return _ChunkResult(RowLosses(loss, cross_entropy, divergence, clipped, draft.top1), gradient)
 
 
-def _log_softmax(logits: Tensor, mask_column: int | None) -> Tensor:
-    """Return log softmax over the columns but `mask_column`, in place of the logits."""
-    if mask_column is not None:
-        logits[:, mask_column] = float("-inf")
-    return logits.sub_(logits.logsumexp(-1, keepdim=True))
-
-
-def _divergence(p: Tensor, log_p: Tensor, log_q: Tensor, mask_column: int | None, objective: RowObjective) -> _Terms:
-    """Compute D from p and log-probabilities; `log_q` and `log_p` are used up.
+def _divergence(draft: _Distribution, target: _Distribution, objective: RowObjective) -> _Terms:
+    """Compute D; all but the draft's probabilities is overwritten.
 
     dD/dlogit_j = g_j - p_j sum_v g_v with g_v = [v not clipped] (term_v + p_v) for the reverse KL,
     and [v not clipped] (-q_v) for the forward KL.
     """
+    p, q = draft.probabilities, target.probabilities
+    terms = draft.log_probabilities.sub_(target.log_probabilities)
     if objective.divergence == "reverse_kl":
-        _blank(mask_column, log_p, log_q)
-        terms = log_p.sub_(log_q).mul_(p)
-        pull = log_q.copy_(terms).add_(p)
+        pull = torch.add(terms.mul_(p), p, out=q)
     else:
-        q = log_q.exp()
-        _blank(mask_column, log_p, log_q)
-        terms = log_q.sub_(log_p).mul_(q)
+        terms.mul_(q).neg_()
         pull = q.neg_()
     clipped = terms.new_zeros(len(terms))
     if objective.max_term_nats is not None:
-        over = terms > objective.max_term_nats
-        pull.masked_fill_(over, 0.0)
-        clipped = over.sum(-1).to(terms.dtype) / terms.shape[-1]
+        # As 0 and 1 in a buffer that is free by now: sums of booleans take eight bytes each.
+        kept = target.log_probabilities.copy_(terms).le_(objective.max_term_nats)
+        pull.mul_(kept)
+        clipped = (terms.shape[1] - kept.sum(-1)) / terms.shape[1]
         terms.clamp_max_(objective.max_term_nats)
     divergence = terms.sum(-1)
     gradient = pull.addcmul_(p, pull.sum(-1, keepdim=True), value=-1)
@@ -301,10 +339,3 @@ def _divergence(p: Tensor, log_p: Tensor, log_q: Tensor, mask_column: int | None
         clipped = torch.maximum(clipped, over.to(clipped.dtype))
         divergence = divergence.clamp_max(objective.max_row_nats)
     return _Terms(divergence, clipped, gradient)
-
-
-def _blank(mask_column: int | None, *log_probabilities: Tensor) -> None:
-    """Replace -inf by 0 in a column of probability 0, whose term is then 0 instead of NaN."""
-    if mask_column is not None:
-        for tensor in log_probabilities:
-            tensor[:, mask_column] = 0.0
