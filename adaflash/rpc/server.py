@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -15,15 +14,14 @@ from prometheus_client import CollectorRegistry
 
 from adaflash.config import ServerConfig
 from adaflash.engine.base import EngineClient
-from adaflash.errors import ConfigError
 from adaflash.rpc.interceptors import ApiKeyInterceptor, BoundaryInterceptor
+from adaflash.rpc.listener import bind, channel_options, join_host_port, warn_when_open
 from adaflash.rpc.metrics import EngineCollector, MetricsEndpoint, RpcMetrics
 from adaflash.rpc.pb import generate_pb2_grpc
 from adaflash.rpc.service import SERVICE_NAME, GenerationService
 
 logger = logging.getLogger(__name__)
 
-LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
 # Least time the last messages of drained streams get to reach their clients.
 FLUSH_TIMEOUT_S = 2.0
 # Time the statuses of finished calls get; calls that never end by themselves, e.g. health watches, are cut after it.
@@ -58,13 +56,13 @@ class GrpcServer:
     @property
     def address(self) -> str:
         """Host and port clients connect to."""
-        return _join_host_port(self._config.host, self.port)
+        return join_host_port(self._config.host, self.port)
 
     @property
     def metrics_address(self) -> str | None:
         """Host and port of the metrics, None when they are not served."""
         endpoint = self._metrics_endpoint
-        return None if endpoint is None else _join_host_port(self._config.host, endpoint.port)
+        return None if endpoint is None else join_host_port(self._config.host, endpoint.port)
 
     async def start(self) -> None:
         """Bind and accept calls; health turns SERVING last.
@@ -73,10 +71,10 @@ class GrpcServer:
             ConfigError: The address cannot be bound or the TLS files cannot be used.
         """
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        self.port = self._bind()
+        self.port = bind(self._server, self._config)
         if self._config.metrics_port is not None:
             self._metrics_endpoint = MetricsEndpoint(self._registry, self._config.host, self._config.metrics_port)
-        self._warn_when_open()
+        warn_when_open(self._config)
         await self._server.start()
         self._is_serving = True
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
@@ -112,7 +110,7 @@ class GrpcServer:
         interceptors: list[grpc.aio.ServerInterceptor] = [BoundaryInterceptor(self._metrics)]  # type: ignore[type-arg]
         if self._config.api_key is not None:
             interceptors.append(ApiKeyInterceptor(self._config.api_key))
-        server = grpc.aio.server(interceptors=interceptors, options=_channel_options(self._config))
+        server = grpc.aio.server(interceptors=interceptors, options=channel_options(self._config))
         generate_pb2_grpc.add_GenerationServicer_to_server(self._service, server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -129,52 +127,3 @@ class GrpcServer:
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for name in (health.OVERALL_HEALTH, SERVICE_NAME):
             await self._health.set(name, status)
-
-    def _bind(self) -> int:
-        address = _join_host_port(self._config.host, self._config.grpc_port)
-        try:
-            credentials = server_credentials(self._config)
-            if credentials is None:
-                port = self._server.add_insecure_port(address)
-            else:
-                port = self._server.add_secure_port(address, credentials)
-        except (RuntimeError, ValueError) as error:
-            raise ConfigError(f"host={self._config.host!r} grpc_port={self._config.grpc_port}: {error}") from error
-        if port == 0:
-            raise ConfigError(f"{address} cannot be bound, or the TLS files cannot be used")
-        return port
-
-    def _warn_when_open(self) -> None:
-        config = self._config
-        if config.host not in LOOPBACK_HOSTS and config.api_key is None and not config.ssl_cert_required:
-            logger.warning("anybody who reaches host=%s can use this server: set api_key or mTLS", config.host)
-        if config.host not in LOOPBACK_HOSTS and config.api_key is not None and config.ssl_certfile is None:
-            logger.warning("the API key crosses the network unencrypted: set ssl_certfile and ssl_keyfile")
-
-
-def server_credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
-    """Return TLS or mTLS credentials from the config's files, None for plaintext."""
-    if config.ssl_certfile is None or config.ssl_keyfile is None:
-        return None
-    pair = (Path(config.ssl_keyfile).read_bytes(), Path(config.ssl_certfile).read_bytes())
-    authorities = None if config.ssl_ca_certs is None else Path(config.ssl_ca_certs).read_bytes()
-    return grpc.ssl_server_credentials([pair], authorities, config.ssl_cert_required)
-
-
-def _join_host_port(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _channel_options(config: ServerConfig) -> list[tuple[str, int]]:
-    return [
-        ("grpc.max_receive_message_length", config.max_message_bytes),
-        ("grpc.max_send_message_length", -1),
-        # A second server on the port is an error, not a silent share of its traffic.
-        ("grpc.so_reuseport", 0),
-        # Find clients that vanished without closing; their requests are aborted.
-        ("grpc.keepalive_time_ms", 30_000),
-        ("grpc.keepalive_timeout_ms", 10_000),
-        ("grpc.keepalive_permit_without_calls", 1),
-        # Routers ping idle connections every 30 s; the default answers that with GOAWAY.
-        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-    ]

@@ -11,8 +11,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 
 from adaflash.request import CompletionOutput, RequestOutput
 from adaflash.rpc import convert
@@ -38,31 +40,39 @@ class StreamWriter:
         self._context = context
         self._max_bytes = max_bytes
         self._stall_timeout_s = stall_timeout_s
-        self._stalled = False
 
     async def write(self, output: RequestOutput) -> None:
         """Send one delta; raises StreamStalledError when the client takes nothing for `stall_timeout_s`."""
         for message in split_output(output, self._max_bytes):
-            await self._write_message(message)
+            await write_within(self._context, message, self._stall_timeout_s)
 
-    async def _write_message(self, message: pb.GenerateResponse) -> None:
-        task = asyncio.current_task()
-        assert task is not None, "a stream is written by a task"
-        timer = asyncio.get_running_loop().call_later(self._stall_timeout_s, self._on_stall, task)
-        try:
-            await self._context.write(message)
-        except asyncio.CancelledError:
-            if not self._stalled:
-                raise
-            raise StreamStalledError(
-                f"the client read nothing for {self._stall_timeout_s} s while data waited; the stream was cut"
-            ) from None
-        finally:
-            timer.cancel()
 
-    def _on_stall(self, task: asyncio.Task[object]) -> None:
-        self._stalled = True
+async def write_within(context: grpc.aio.ServicerContext[Any, Any], message: Message, timeout_s: float) -> None:
+    """Write one message from the task that serves the call.
+
+    Raises:
+        StreamStalledError: The client took nothing for `timeout_s`.
+    """
+    task = asyncio.current_task()
+    assert task is not None, "a stream is written by a task"
+    has_stalled = False
+
+    def cut() -> None:
+        nonlocal has_stalled
+        has_stalled = True
         task.cancel()
+
+    timer = asyncio.get_running_loop().call_later(timeout_s, cut)
+    try:
+        await context.write(message)
+    except asyncio.CancelledError:
+        if not has_stalled:
+            raise
+        raise StreamStalledError(
+            f"the client read nothing for {timeout_s} s while data waited; the stream was cut"
+        ) from None
+    finally:
+        timer.cancel()
 
 
 def split_output(output: RequestOutput, max_bytes: int) -> Iterator[pb.GenerateResponse]:

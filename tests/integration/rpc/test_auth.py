@@ -11,6 +11,7 @@ from adaflash.config import ServerConfig
 from adaflash.errors import ConfigError, UnavailableError
 from adaflash.request import SamplingParams
 from adaflash.rpc.client import ClientTls, GenerateClient
+from adaflash.rpc.listener import warn_when_open
 from adaflash.rpc.server import GrpcServer
 from adaflash.rpc.status import RpcError
 from tests.fake_engine import FakeEngine
@@ -156,11 +157,7 @@ def test_unusable_tls_files_are_refused_at_start(authority, tmp_path):
     ],
 )
 def test_an_open_server_warns_at_start(config, warning, caplog):
-    async def scenario():
-        server = GrpcServer(FakeEngine(), ServerConfig(grpc_port=0, **config))
-        server._warn_when_open()
-
-    run(scenario())
+    warn_when_open(ServerConfig(grpc_port=0, **config))
     assert [record.levelname for record in caplog.records] == ([] if warning is None else ["WARNING"])
     assert (warning or "") in caplog.text
 
