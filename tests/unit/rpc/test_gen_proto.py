@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import importlib
 import re
 import subprocess
 import sys
@@ -24,12 +25,11 @@ def test_the_committed_code_is_what_the_proto_generates():
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_the_committed_code_describes_the_methods_and_messages_of_the_proto():
-    from adaflash.rpc.pb import generate_pb2
-
-    source = (ROOT / "proto" / "adaflash" / "v1" / "generate.proto").read_text()
+@pytest.mark.parametrize(("name", "service"), [("generate", "Generation"), ("trainer", "Trainer")])
+def test_the_committed_code_describes_the_methods_and_messages_of_the_proto(name, service):
+    descriptor = importlib.import_module(f"adaflash.rpc.pb.{name}_pb2").DESCRIPTOR
+    source = (ROOT / "proto" / "adaflash" / "v1" / f"{name}.proto").read_text()
     messages = set(re.findall(r"^message (\w+)", source, re.MULTILINE))
     methods = set(re.findall(r"^  rpc (\w+)", source, re.MULTILINE))
-    assert set(generate_pb2.DESCRIPTOR.message_types_by_name) == messages
-    service = generate_pb2.DESCRIPTOR.services_by_name["Generation"]
-    assert {method.name for method in service.methods} == methods
+    assert set(descriptor.message_types_by_name) == messages
+    assert {method.name for method in descriptor.services_by_name[service].methods} == methods
