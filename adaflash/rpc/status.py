@@ -11,7 +11,15 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from adaflash.errors import AdaFlashError, CapacityError, RequestError, UnavailableError
+from adaflash.errors import (
+    AdaFlashError,
+    BadVersionError,
+    CapacityError,
+    DamagedVersionError,
+    RequestError,
+    UnavailableError,
+    UnknownVersionError,
+)
 
 
 class MalformedRequestError(AdaFlashError):
@@ -24,6 +32,10 @@ class UnauthenticatedError(AdaFlashError):
 
 class StreamStalledError(AdaFlashError):
     """A client read nothing for too long while data waited for it."""
+
+
+class OffsetError(AdaFlashError):
+    """A file was asked for from beyond its end."""
 
 
 class RejectedRequestError(RequestError):
@@ -51,6 +63,10 @@ CODES: tuple[tuple[type[AdaFlashError], grpc.StatusCode], ...] = (
     (UnavailableError, grpc.StatusCode.UNAVAILABLE),
     (UnauthenticatedError, grpc.StatusCode.UNAUTHENTICATED),
     (StreamStalledError, grpc.StatusCode.ABORTED),
+    (UnknownVersionError, grpc.StatusCode.NOT_FOUND),
+    (BadVersionError, grpc.StatusCode.FAILED_PRECONDITION),
+    (DamagedVersionError, grpc.StatusCode.DATA_LOSS),
+    (OffsetError, grpc.StatusCode.OUT_OF_RANGE),
 )
 EXPECTED_ERRORS = tuple(error_class for error_class, _ in CODES)
 

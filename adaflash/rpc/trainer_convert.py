@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns the messages of the Trainer service into dataclasses, and back; checks all that comes in."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from adaflash.errors import RequestError
+from adaflash.rpc.convert import MAX_REQUEST_ID_CHARS, float_from_wire
+from adaflash.rpc.feature_blob import features_from_pb, features_to_pb
+from adaflash.rpc.pb import trainer_pb2 as pb
+from adaflash.training.manifest import MAX_VERSION, Kind
+from adaflash.training.trajectories import RoundCounts, Trajectory
+from adaflash.training.version_directory import StoredVersion
+from adaflash.training.version_report import MAX_REASON_CHARS, VersionEvent, VersionReport
+
+MAX_SERVER_ID_CHARS = 256
+_MAX_TOKEN_ID = 2**31 - 1
+
+_KINDS: dict[Kind, pb.VersionKind] = {"FULL": pb.VERSION_KIND_FULL, "DELTA": pb.VERSION_KIND_DELTA}
+_KIND_NAMES = {number: name for name, number in _KINDS.items()}
+_EVENTS: dict[VersionEvent, pb.VersionEvent] = {
+    "staged": pb.VERSION_EVENT_STAGED,
+    "refused": pb.VERSION_EVENT_REFUSED,
+    "canary": pb.VERSION_EVENT_CANARY,
+    "activated": pb.VERSION_EVENT_ACTIVATED,
+    "rolled_back": pb.VERSION_EVENT_ROLLED_BACK,
+    "bad": pb.VERSION_EVENT_BAD,
+}
+_EVENT_NAMES = {number: name for name, number in _EVENTS.items()}
+
+
+@dataclass(frozen=True)
+class VersionOffer:
+    """A version as its trainer announces it.
+
+    Attributes:
+        num_bytes: Of all files but the manifest.
+        bad_reason: Set when the version must not be used; the fields below are empty then.
+    """
+
+    version: int
+    bad_reason: str | None = None
+    kind: Kind = "FULL"
+    base_version: int | None = None
+    target_digest: str = ""
+    layout_signature: str = ""
+    train_step: int = 0
+    num_bytes: int = 0
+    manifest_size: int = 0
+    manifest_sha256: str = ""
+
+
+def offer_to_pb(stored: StoredVersion) -> pb.VersionInfo:
+    """Return the announcement of a version."""
+    manifest = stored.manifest
+    return pb.VersionInfo(
+        version=manifest.version,
+        kind=_KINDS[manifest.kind],
+        base_version=manifest.base_version,
+        target_digest=manifest.target_digest,
+        layout_signature=manifest.layout_signature,
+        train_step=manifest.train_step,
+        num_bytes=manifest.num_bytes,
+        manifest_size=stored.manifest_size,
+        manifest_sha256=stored.manifest_sha256,
+    )
+
+
+def bad_version_to_pb(version: int, reason: str) -> pb.VersionInfo:
+    """Return the announcement that a version must not be used."""
+    return pb.VersionInfo(version=version, is_bad=True, bad_reason=reason)
+
+
+def offer_from_pb(message: pb.VersionInfo) -> VersionOffer:
+    """Return the version a trainer announces.
+
+    Raises:
+        RequestError: A field is invalid; names it.
+    """
+    if not 0 < message.version <= MAX_VERSION:
+        raise RequestError("version", message.version, f"in [1, {MAX_VERSION}]")
+    if message.is_bad:
+        return VersionOffer(message.version, bad_reason=message.bad_reason)
+    if message.kind not in _KIND_NAMES:
+        raise RequestError("kind", message.kind, f"one of {', '.join(_KINDS)}")
+    return VersionOffer(
+        version=message.version,
+        kind=_KIND_NAMES[message.kind],
+        base_version=message.base_version if message.HasField("base_version") else None,
+        target_digest=message.target_digest,
+        layout_signature=message.layout_signature,
+        train_step=message.train_step,
+        num_bytes=message.num_bytes,
+        manifest_size=message.manifest_size,
+        manifest_sha256=message.manifest_sha256,
+    )
+
+
+def report_to_pb(report: VersionReport, server_id: str) -> pb.ReportVersionRequest:
+    """Return a report for the wire."""
+    return pb.ReportVersionRequest(
+        server_id=server_id,
+        version=report.version,
+        event=_EVENTS[report.event],
+        acceptance_length=report.acceptance_length,
+        num_rounds=report.num_rounds,
+        num_verified_tokens=report.num_verified_tokens,
+        num_accepted_tokens=report.num_accepted_tokens,
+        # What an operating system calls a file need not be Unicode.
+        reason=report.reason[:MAX_REASON_CHARS].encode("utf-8", "replace").decode(),
+    )
+
+
+def report_from_pb(message: pb.ReportVersionRequest) -> VersionReport:
+    """Return the report in a message.
+
+    Raises:
+        RequestError: A field is invalid; names it.
+    """
+    check_server_id(message.server_id)
+    if message.version > MAX_VERSION:
+        raise RequestError("version", message.version, f"at most {MAX_VERSION}")
+    if message.event not in _EVENT_NAMES:
+        raise RequestError("event", message.event, f"one of {', '.join(_EVENTS)}")
+    if not 0 <= message.acceptance_length < math.inf:
+        raise RequestError("acceptance_length", message.acceptance_length, "finite and >= 0")
+    if len(message.reason) > MAX_REASON_CHARS:
+        raise RequestError("reason", message.reason, f"at most {MAX_REASON_CHARS} characters")
+    return VersionReport(
+        version=message.version,
+        event=_EVENT_NAMES[message.event],
+        acceptance_length=float_from_wire(message.acceptance_length),
+        num_rounds=message.num_rounds,
+        num_verified_tokens=message.num_verified_tokens,
+        num_accepted_tokens=message.num_accepted_tokens,
+        reason=message.reason,
+    )
+
+
+def check_server_id(server_id: str) -> None:
+    """Raise RequestError unless a server has a name of reasonable length."""
+    if not 0 < len(server_id) <= MAX_SERVER_ID_CHARS:
+        raise RequestError("server_id", server_id, f"1 to {MAX_SERVER_ID_CHARS} characters")
+
+
+def trajectory_to_pb(trajectory: Trajectory) -> pb.TrajectoryRecord:
+    """Return a trajectory for the wire."""
+    rounds = pb.DecodeRounds(
+        num_verified=[counts.num_verified for counts in trajectory.rounds],
+        num_accepted=[counts.num_accepted for counts in trajectory.rounds],
+    )
+    return pb.TrajectoryRecord(
+        request_id=trajectory.request_id,
+        sample_index=trajectory.sample_index,
+        token_ids=trajectory.token_ids,
+        num_prompt_tokens=trajectory.num_prompt_tokens,
+        rounds=rounds,
+        drafter_version=trajectory.drafter_version,
+        target_digest=trajectory.target_digest,
+        temperature=trajectory.temperature,
+        features=None if trajectory.features is None else features_to_pb(trajectory.features),
+    )
+
+
+def trajectory_from_pb(message: pb.TrajectoryRecord) -> Trajectory:
+    """Return the trajectory in a message.
+
+    Raises:
+        RequestError: A field is invalid; names it.
+    """
+    num_tokens = len(message.token_ids)
+    if len(message.request_id) > MAX_REQUEST_ID_CHARS:
+        raise RequestError("request_id", message.request_id, f"at most {MAX_REQUEST_ID_CHARS} characters")
+    if not num_tokens or max(message.token_ids) > _MAX_TOKEN_ID:
+        raise RequestError("token_ids", f"{num_tokens} ids", f"at least one, each at most {_MAX_TOKEN_ID}")
+    if not 0 < message.num_prompt_tokens <= num_tokens:
+        raise RequestError("num_prompt_tokens", message.num_prompt_tokens, f"in [1, {num_tokens}], of token_ids")
+    if message.drafter_version > MAX_VERSION:
+        raise RequestError("drafter_version", message.drafter_version, f"at most {MAX_VERSION}")
+    if not 0 <= message.temperature < math.inf:
+        raise RequestError("temperature", message.temperature, "finite and >= 0")
+    features = features_from_pb(message.features) if message.HasField("features") else None
+    if features is not None and len(features.hidden) > num_tokens:
+        raise RequestError("features.num_tokens", len(features.hidden), f"at most {num_tokens}, of token_ids")
+    return Trajectory(
+        request_id=message.request_id,
+        sample_index=message.sample_index,
+        token_ids=list(message.token_ids),
+        num_prompt_tokens=message.num_prompt_tokens,
+        rounds=_rounds_from_pb(message.rounds),
+        drafter_version=message.drafter_version,
+        target_digest=message.target_digest,
+        temperature=float_from_wire(message.temperature),
+        features=features,
+    )
+
+
+def _rounds_from_pb(message: pb.DecodeRounds) -> list[RoundCounts]:
+    if len(message.num_verified) != len(message.num_accepted):
+        lengths = f"{len(message.num_verified)} and {len(message.num_accepted)} rounds"
+        raise RequestError("rounds", lengths, "num_verified and num_accepted of one length")
+    rounds = [RoundCounts(*counts) for counts in zip(message.num_verified, message.num_accepted, strict=True)]
+    for index, counts in enumerate(rounds):
+        if counts.num_accepted > counts.num_verified:
+            raise RequestError(f"rounds[{index}].num_accepted", counts.num_accepted, f"<= {counts.num_verified}")
+    return rounds
