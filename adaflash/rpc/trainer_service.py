@@ -9,6 +9,7 @@ import os
 import zlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, BinaryIO, Protocol, TypeAlias
 
 import grpc
@@ -171,15 +172,16 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     async def GetStatus(self, request: pb.GetTrainerStatusRequest, context: Context) -> pb.TrainerStatus:  # noqa: N802
         """Say what there is."""
         newest, bad, pins = self._store.newest(), self._store.bad, self._store.pins
-        versions = [convert.bad_version_to_pb(version, reason) for version, reason in bad.items()]
+        versions: list[pb.VersionInfo] = [convert.bad_version_to_pb(version, reason) for version, reason in bad.items()]
         versions += [convert.offer_to_pb(stored) for stored in self._store.versions() if stored.version not in bad]
+        versions.sort(key=attrgetter("version"))
         return pb.TrainerStatus(
             package_version=__version__,
             target_digest=self._target_digest,
             newest_version=0 if newest is None else newest.version,
             active_version=pins.get(ACTIVE, 0),
             last_good_version=pins.get(LAST_GOOD, 0),
-            versions=sorted(versions, key=lambda info: info.version),
+            versions=versions,
             damaged=self._store.damaged,
             num_subscribers=self.num_subscribers,
             trajectories=self._trajectories,
