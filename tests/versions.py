@@ -13,7 +13,6 @@ import numpy.typing as npt
 from safetensors.numpy import load_file, save_file
 
 from adaflash.training.version_directory import Publication
-from tests.tiny_drafters import write_tiny_drafter
 
 Tensors = dict[str, npt.NDArray[np.generic]]
 
@@ -22,6 +21,8 @@ TARGET_DIGEST = "digest-of-the-target"
 
 def tiny_drafter(folder: Path, draft_vocab_size: int | None = None) -> Path:
     """Write a drafter with a length head, about 80 KB, and return its directory."""
+    from tests.tiny_drafters import write_tiny_drafter  # needs torch, which a trainer's process does not
+
     target = folder / "target"
     target.mkdir(parents=True)
     sizes = {"num_hidden_layers": 3, "hidden_size": 32, "vocab_size": 97, "max_position_embeddings": 512}

@@ -85,10 +85,10 @@ def write_manifest(
     """Describe the files in `directory`, which has `model.safetensors` and `config.json`.
 
     Args:
-        directory: Of the version; gets `manifest.json`.
+        directory: Gets `manifest.json`.
         version: Its number.
         publication: What the files do not say.
-        base: What `model.delta` was made against; None when there is none.
+        base: What `model.delta` is against; None when there is none.
 
     Raises:
         WeightError: A file is missing, or not what its name says.
