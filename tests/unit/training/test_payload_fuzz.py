@@ -267,7 +267,6 @@ def test_thousands_of_spoilt_versions_are_refused_and_the_next_good_one_is_accep
     checker.check(good.directory, good.manifest)
     assert max(map(len, messages)) < 1000
     assert len("".join(messages).encode()) > 0, "what a refusal says can be logged and sent"
-    print("N", sum(refused.values()), refused)
     assert sum(refused.values()) >= 5000, refused
     assert min(refused.values()) > ROUNDS * 0.8, refused
 
