@@ -281,3 +281,21 @@ def test_what_does_not_fit_is_refused_before_its_weights_are_fetched(tmp_path: P
                 await client.has(2)
 
     run(scenario())
+
+
+def test_a_close_that_comes_just_as_a_version_is_taken_ends_the_client(tmp_path: Path, drafter: Path) -> None:
+    closing: list[asyncio.Task[None]] = []
+
+    async def scenario() -> None:
+        async with training(tmp_path / "store", drafter) as trainer:
+            trainer.publish(1)
+
+            def take(staged: StagedVersion) -> None:
+                closing.append(asyncio.create_task(client.client.close()))
+
+            async with client_of(trainer.server.address, tmp_path / "a", drafter, "a", take) as client:
+                await eventually(lambda: len(closing) == 1, 20)
+                await asyncio.wait_for(closing[0], 5)
+                assert client.client.status.state == "stopped"
+
+    run(scenario())
