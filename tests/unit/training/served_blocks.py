@@ -24,7 +24,7 @@ def serve_block(drafter: DFlashDrafter, taps: Tensor, anchor: int, anchor_id: in
     for cache in (*kv.k, *kv.v):
         cache.fill_(1e3)  # anything read that was not written shows
     table = list(reversed(range(NUM_BLOCKS)))
-    context = pack([PackEntry([0] * anchor, 0, table, 1)], BLOCK_SIZE, drafter.backend.device)
+    context = pack([PackEntry([0] * anchor, 0, table, 0)], BLOCK_SIZE, drafter.backend.device)
     drafter.write_context(taps[:anchor], context.positions, context.slot_mapping, kv)
     block_ids = [anchor_id] + [drafter.mask_token_id] * (drafter.draft_block_size - 1)
     batch = pack([PackEntry(block_ids, anchor, table, 1)], BLOCK_SIZE, drafter.backend.device)
