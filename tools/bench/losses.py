@@ -176,7 +176,7 @@ def main() -> None:
         for chunk in chunks:
             results.append(run(Task(num_tokens, vocab_size, args.hidden_size, chunk, args.repeats, args.threads)))
             print_result(results[-1])
-    environment = {"torch": torch.__version__, "machine": platform.processor(), "threads": args.threads}
+    environment = {"torch": torch.__version__, "machine": platform.machine(), "threads": args.threads}
     args.output.write_text(json.dumps({"environment": environment, "results": [asdict(r) for r in results]}, indent=1))
 
 
