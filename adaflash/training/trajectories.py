@@ -152,6 +152,8 @@ class SpoolCounters:
         dropped_bytes: Oldest ones, beyond `max_bytes`.
         dropped_age: Older than `max_age_s`.
         num_corrupt: Segments whose end, or middle, could not be read.
+        num_unreadable: Whole records that are no trajectory, as another release may have written them; counted at
+            each read.
     """
 
     num_written: int = 0
@@ -160,6 +162,7 @@ class SpoolCounters:
     dropped_bytes: int = 0
     dropped_age: int = 0
     num_corrupt: int = 0
+    num_unreadable: int = 0
 
 
 @dataclass
@@ -242,7 +245,10 @@ class TrajectorySpool:
         self._writer.join()
 
     def read(self, after: Position, max_records: int) -> list[Record]:
-        """Return the oldest records behind `after`, at most `max_records`; a damaged segment ends early."""
+        """Return the oldest records behind `after`, at most `max_records`; a damaged segment ends early.
+
+        A record that is no trajectory is passed over: it must not keep back those behind it.
+        """
         records: list[Record] = []
         with self._lock:
             segments = [segment for segment in self._segments if segment.number >= after.segment]
@@ -250,7 +256,13 @@ class TrajectorySpool:
             end = start = after.offset if segment.number == after.segment else 0
             num_bytes = segment.num_bytes
             for payload, end in _read_payloads(segment.path, start, num_bytes):
-                records.append(Record(Trajectory.from_bytes(payload), Position(segment.number, end)))
+                try:
+                    trajectory = Trajectory.from_bytes(payload)
+                except ValueError as error:
+                    self.counters.num_unreadable += 1
+                    logger.warning("a record is passed over path=%s offset=%d reason=%s", segment.path, end, error)
+                    continue
+                records.append(Record(trajectory, Position(segment.number, end)))
                 if len(records) == max_records:
                     return records
             if end < num_bytes:

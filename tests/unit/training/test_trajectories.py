@@ -140,6 +140,19 @@ def test_damage_while_running_is_counted_once(tmp_path):
     spool.close()
 
 
+def test_a_record_that_is_whole_but_no_trajectory_is_passed_over(tmp_path, monkeypatch, caplog):
+    spool = open_spool(tmp_path)
+    fill(spool, 0)
+    with monkeypatch.context() as patch:  # as another release may have written it
+        patch.setattr(Trajectory, "to_bytes", lambda self: b'{"shapes": [], "rounds": [], "unknown": 1}\n')
+        fill(spool, 1)
+    fill(spool, 2)
+    assert ids(spool) == ["r0", "r2"]
+    assert spool.counters.num_unreadable == 1
+    assert "unknown" in caplog.text
+    spool.close()
+
+
 def test_a_full_disk_loses_trajectories_and_nothing_else(tmp_path, monkeypatch, caplog):
     spool = open_spool(tmp_path)
     fill(spool, 0)
