@@ -53,10 +53,9 @@ class CpuBackend(Backend):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> NormOutput:
         """See `Backend.rms_norm`."""
         size = x.shape[-1]
-        has_shapes = weight.shape == (size,) and (residual is None or residual.shape == x.shape) and size > 0
-        if not (
-            has_shapes and weight.is_contiguous() and _is_inference(x, weight, x if residual is None else residual)
-        ):
+        added = x if residual is None else residual
+        has_shapes = weight.shape == (size,) and added.shape == x.shape and size > 0
+        if not (has_shapes and weight.is_contiguous() and _is_inference(x, weight, added)):
             return super().rms_norm(x, weight, eps, residual)
         x = x.contiguous()
         normed, num_rows = torch.empty_like(x), x.numel() // size
@@ -184,11 +183,9 @@ def _fits_kernel(q: Tensor, k_cache: Tensor, v_cache: Tensor, meta: CpuAttention
     """Return whether the compiled attention takes these tensors."""
     if not (k_cache.is_contiguous() and v_cache.is_contiguous() and _is_inference(q, k_cache, v_cache)):
         return False
-    lengths = (meta.cu_seqlens_q, meta.seq_lens, meta.block_tables)
-    has_lengths = all(tensor.dtype is torch.int32 and tensor.is_contiguous() for tensor in lengths)
     has_shapes = k_cache.shape == v_cache.shape and q.shape[2] == k_cache.shape[3]
-    has_tables = max(meta.seq_lens_cpu) <= meta.block_tables.shape[1] * k_cache.shape[1]
-    return has_lengths and has_shapes and has_tables and (window is None or window > 0)
+    has_tables = meta.max_seq_len <= meta.block_tables.shape[1] * k_cache.shape[1]
+    return meta.has_plain_lengths and has_shapes and has_tables and (window is None or window > 0)
 
 
 def _attend(
@@ -219,7 +216,7 @@ def _attend(
         num_heads,
         num_kv_heads,
         head_dim,
-        max(meta.seq_lens_cpu),
+        meta.max_seq_len,
         scale,
         causal,
         window or 0,

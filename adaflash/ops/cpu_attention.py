@@ -8,6 +8,7 @@ a workspace; a long sequence whose blocks lie in a row is read in place. Cache l
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -128,6 +129,17 @@ class CpuAttentionMetadata(AttentionMetadata):
 
     num_pairs: int = 0
     plans: dict[PlanKey, list[Group]] = field(default_factory=dict)
+
+    @cached_property
+    def max_seq_len(self) -> int:
+        """Largest KV length."""
+        return max(self.seq_lens_cpu)
+
+    @cached_property
+    def has_plain_lengths(self) -> bool:
+        """Whether lengths and tables lie in memory as the compiled kernel reads them."""
+        lengths = (self.cu_seqlens_q, self.seq_lens, self.block_tables)
+        return all(tensor.dtype is torch.int32 and tensor.is_contiguous() for tensor in lengths)
 
     def plan(self, key: PlanKey) -> list[Group]:
         """Return the kernel calls for `key`, made on first use."""
