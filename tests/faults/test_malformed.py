@@ -9,6 +9,7 @@ import pytest
 
 from adaflash.rpc.pb import generate_pb2 as pb
 from tests.fake_engine import FakeEngine
+from tests.mutations import mutate
 from tests.serving import call_raw, run, serving
 
 GENERATE = "/adaflash.v1.Generation/Generate"
@@ -32,22 +33,6 @@ VALID = [
     pb.GenerateResponse(request_id="a", outputs=[{"index": 1, "text": "b"}], finished=True),
     pb.AbortRequest(request_ids=["a", "b"]),
 ]
-
-
-def _mutate(rng: random.Random, data: bytes) -> bytes:
-    mutated = bytearray(data)
-    for _ in range(rng.randint(1, 2)):
-        at = rng.randrange(len(mutated) + 1)
-        kind = rng.randrange(4)
-        if kind == 0 and mutated:
-            mutated[at % len(mutated)] ^= 1 << rng.randrange(8)
-        elif kind == 1:
-            mutated[at:at] = rng.randbytes(rng.randint(1, 6))
-        elif kind == 2:
-            del mutated[at : at + rng.randint(1, 6)]
-        else:
-            mutated += mutated[at : at + 8]
-    return bytes(mutated)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +74,7 @@ def test_mutated_messages_never_end_as_internal_or_unknown(caplog):
                 for _ in range(count):
                     method = rng.choice([GENERATE, GENERATE_STREAM, *METHODS])
                     is_generate = method in (GENERATE, GENERATE_STREAM)
-                    data = _mutate(rng, rng.choice(VALID[:3] if is_generate else VALID).SerializeToString())
+                    data = mutate(rng, rng.choice(VALID[:3] if is_generate else VALID).SerializeToString())
                     code = await call_raw(channel, method, data)
                     assert code not in NEVER, (method, data.hex())
                     seen[code] += 1

@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from adaflash.rpc.pb import trainer_pb2 as pb
+from tests.mutations import mutate
 from tests.serving import call_raw, run
 from tests.trainers import training
 from tests.versions import TARGET_DIGEST, tiny_drafter
@@ -42,22 +43,6 @@ VALID = {
 EXPECTED = {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "OUT_OF_RANGE", "FAILED_PRECONDITION", "DEADLINE_EXCEEDED"}
 
 
-def _mutate(rng: random.Random, data: bytes) -> bytes:
-    mutated = bytearray(data)
-    for _ in range(rng.randint(1, 2)):
-        at = rng.randrange(len(mutated) + 1)
-        kind = rng.randrange(4)
-        if kind == 0 and mutated:
-            mutated[at % len(mutated)] ^= 1 << rng.randrange(8)
-        elif kind == 1:
-            mutated[at:at] = rng.randbytes(rng.randint(1, 6))
-        elif kind == 2:
-            del mutated[at : at + rng.randint(1, 6)]
-        else:
-            mutated += mutated[at : at + 8]
-    return bytes(mutated)
-
-
 def test_mutated_messages_never_end_as_internal_or_unknown(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -76,7 +61,7 @@ def test_mutated_messages_never_end_as_internal_or_unknown(
             async def fuzz(count: int) -> None:
                 for _ in range(count):
                     method, message = rng.choice(list(VALID.items()))
-                    data = _mutate(rng, message.SerializeToString())
+                    data = mutate(rng, message.SerializeToString())
                     timeout_s = 0.1 if method == "SubscribeVersions" else 5.0
                     code = await call_raw(channel, SERVICE + method, data, timeout_s)
                     assert code.name in EXPECTED, (method, data.hex())
