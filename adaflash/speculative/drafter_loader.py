@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from adaflash.errors import CheckpointError
-from adaflash.models.base import ModelConfig, TargetModel
+from adaflash.models.base import ModelConfig
 from adaflash.models.checkpoint import Checkpoint, ProgressFn
 from adaflash.models.layers import checkpoint_slots
-from adaflash.ops.backend import Backend
+from adaflash.ops.backend import Backend, LinearFn
 from adaflash.speculative.dflash import DFlashDrafter
 from adaflash.speculative.drafter_config import DrafterConfig, load_drafter_config
 
@@ -22,9 +23,25 @@ ALIASES = (("midlayer.", "layers.0."), ("encoder.fc.", "fc."), ("encoder.output_
 OWN_TENSORS = {"embed_tokens.weight": "embedding", "lm_head.weight": "LM head"}
 
 
+class HeadLender(Protocol):
+    """What a drafter needs of its target: a `TargetModel` has it, and so has a trainer without the target's layers."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """See `TargetModel.embed`."""
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """See `TargetModel.compute_logits`."""
+
+    def reduced_head(self, token_ids: Tensor) -> LinearFn:
+        """See `TargetModel.reduced_head`."""
+
+
 def load_drafter(
     directory: Path,
-    target: TargetModel,
+    target: HeadLender,
     backend: Backend,
     dtype: torch.dtype | None = None,
     progress: ProgressFn | None = None,
