@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -17,6 +18,9 @@ from adaflash.errors import ConfigError
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 VerifyPolicyName = Literal["auto", "off", "fixed", "confidence", "length_head"]
 SamplingCoupling = Literal["gumbel", "rejection"]
+Supervision = Literal["captured", "recompute"]
+
+MIN_TRAJECTORY_BYTES = 8 << 20  # two segments of the spool
 
 ENV_PREFIX = "ADAFLASH_"
 _CACHE_DIR = "CACHE_DIR"
@@ -198,6 +202,86 @@ class ServerConfig:
         return cls(**_check_keys(values, dataclasses.fields(cls)))
 
 
+@dataclass(frozen=True)
+class OnlineConfig:
+    """How a server learns from a trainer: what it hands over, and how it takes new versions of the drafter.
+
+    Attributes:
+        trainer: `host:port` of the trainer; None learns nothing.
+        trainer_api_key: The trainer's token, not that of inference.
+        trainer_ssl_ca_certs: PEM authorities the trainer's certificate must come from; switches TLS on.
+        trainer_ssl_certfile: PEM certificate to show to the trainer (mTLS), with `trainer_ssl_keyfile`.
+        trainer_ssl_keyfile: PEM private key of `trainer_ssl_certfile`.
+        server_id: This server's name among the trainer's; None is the host's name and the gRPC port.
+        online_dir: Where trajectories wait and versions are kept; one server at a time uses it. None is
+            `servers/SERVER_ID` in the cache folder.
+        supervision: `captured` hands over the target's features too, so that the trainer need not run the target;
+            `recompute` only tokens.
+        trajectory_sampling_rate: Share of the requests whose tokens are handed over, in [0, 1]; a request can forbid
+            it with `allow_training`.
+        trajectory_min_tokens: Shorter outputs are not handed over.
+        trajectory_bytes: Most bytes of trajectories that wait on disk; the oldest go first.
+        trajectory_age_s: Trajectories that wait for longer are dropped.
+        canary_fraction: Share of the new requests that a version on trial drafts for.
+        canary_max_drop: Relative drop of the acceptance length that is tolerated.
+        canary_error_rate: Probability that a version within that limit is ever rolled back.
+        canary_min_requests: Requests of either version before anything is decided.
+        canary_max_requests: Requests after which a version is promoted unless it has been found worse.
+        drain_timeout_s: What requests of a replaced version get to finish with it when the next version waits.
+        trainer_wait_s: What a starting server gets to catch up with the trainer before it reports SERVING; after that,
+            and when the trainer is not there, it serves with what it has.
+    """
+
+    trainer: str | None = None
+    trainer_api_key: str | None = None
+    trainer_ssl_ca_certs: str | None = None
+    trainer_ssl_certfile: str | None = None
+    trainer_ssl_keyfile: str | None = None
+    server_id: str | None = None
+    online_dir: str | None = None
+    supervision: Supervision = "captured"
+    trajectory_sampling_rate: float = 1.0
+    trajectory_min_tokens: int = 8
+    trajectory_bytes: int = 1 << 30
+    trajectory_age_s: float = 86400.0
+    canary_fraction: float = 0.25
+    canary_max_drop: float = 0.05
+    canary_error_rate: float = 1e-4
+    canary_min_requests: int = 12
+    canary_max_requests: int = 200
+    drain_timeout_s: float = 30.0
+    trainer_wait_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        _require_choice("supervision", self.supervision, get_args(Supervision))
+        if self.trainer is not None:
+            host, _, port = self.trainer.rpartition(":")
+            _require(bool(host) and port.isdecimal(), "trainer", self.trainer, "host:port")
+        _require(0 <= self.trajectory_sampling_rate <= 1, *_named(self, "trajectory_sampling_rate"), "in [0, 1]")
+        _require_int("trajectory_min_tokens", self.trajectory_min_tokens, 2)
+        _require_int("trajectory_bytes", self.trajectory_bytes, MIN_TRAJECTORY_BYTES)
+        _require(self.trajectory_age_s > 0, *_named(self, "trajectory_age_s"), "> 0")
+        for name in ("drain_timeout_s", "trainer_wait_s"):
+            _require(0 <= getattr(self, name) < math.inf, *_named(self, name), "finite and >= 0")
+        if (self.trainer_ssl_certfile is None) != (self.trainer_ssl_keyfile is None):
+            raise ConfigError("trainer_ssl_certfile and trainer_ssl_keyfile go together: one of them is missing")
+        if self.trainer_ssl_certfile is not None and self.trainer_ssl_ca_certs is None:
+            raise ConfigError("trainer_ssl_certfile has no effect without trainer_ssl_ca_certs, which switches TLS on")
+        for name in ("trainer_ssl_ca_certs", "trainer_ssl_certfile", "trainer_ssl_keyfile"):
+            path = getattr(self, name)
+            if path is not None and not Path(path).is_file():
+                raise ConfigError(f"{name}={path!r} is not a file")
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, object]) -> OnlineConfig:
+        """Build a config from plain keys; an unknown key is an error that names the nearest known one."""
+        return cls(**_check_keys(values, dataclasses.fields(cls)))
+
+
+def _named(config: object, field: str) -> tuple[str, object]:
+    return field, getattr(config, field)
+
+
 def _check_keys(values: Mapping[str, object], fields: tuple[dataclasses.Field[object], ...]) -> dict[str, Any]:
     known = [field.name for field in fields]
     for key in values:
@@ -206,10 +290,15 @@ def _check_keys(values: Mapping[str, object], fields: tuple[dataclasses.Field[ob
     return dict(values)
 
 
-def check_environment(environ: Mapping[str, str] | None = None) -> None:
-    """Raise ConfigError for an `ADAFLASH_` variable that nothing reads, with the nearest one that is read."""
-    fields = (*dataclasses.fields(EngineConfig), *dataclasses.fields(ServerConfig))
-    known = {_CACHE_DIR, *(field.name.upper() for field in fields)}
+def check_environment(environ: Mapping[str, str] | None = None, further: Iterable[str] = ()) -> None:
+    """Raise ConfigError for an `ADAFLASH_` variable that nothing reads, with the nearest one that is read.
+
+    Args:
+        environ: The environment; None takes the process's.
+        further: Names of settings that are read besides those of this module's configs.
+    """
+    fields = [field for config in (EngineConfig, ServerConfig, OnlineConfig) for field in dataclasses.fields(config)]
+    known = {_CACHE_DIR, *(field.name.upper() for field in fields), *(name.upper() for name in further)}
     for variable, value in sorted((os.environ if environ is None else environ).items()):
         name = variable.removeprefix(ENV_PREFIX)
         if variable.startswith(ENV_PREFIX) and name not in known and not _is_service_link(variable, value):

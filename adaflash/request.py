@@ -58,6 +58,7 @@ class SamplingParams:
         ignore_eos: Generate past the model's end-of-sequence tokens.
         logprobs: Log-probabilities of the chosen token and this many of the most likely; None for none.
         skip_special_tokens: Leave special tokens out of the text.
+        allow_training: Let a server that learns online keep prompt and output to train its drafter.
     """
 
     n: int = 1
@@ -78,6 +79,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    allow_training: bool = True
 
     def __post_init__(self) -> None:
         _check(_is_int(self.n) and 1 <= self.n <= 128, "n", self.n, "in [1, 128]")

@@ -47,6 +47,7 @@ class OracleRunner(Runner):
 
     continuations: Continuations
     accuracy: float
+    accuracy_of: dict[int, float]  # of drafter versions that differ
     rng: random.Random
 
     def draft(self, drafting: list[ScheduledSequence]) -> Drafts:
@@ -55,7 +56,8 @@ class OracleRunner(Runner):
         for row, item in zip(drafts.token_ids, drafting, strict=True):
             output = self.continuations[tuple(item.seq.request.prompt_token_ids)]
             known = output[item.seq.num_output_tokens : item.seq.num_output_tokens + len(row)]
-            right = [self.rng.random() < self.accuracy for _ in row]
+            accuracy = self.accuracy_of.get(item.seq.drafter_version, self.accuracy)
+            right = [self.rng.random() < accuracy for _ in row]
             padded = known + row[len(known) :]
             token_ids.append([k if ok else r for k, r, ok in zip(padded, row, right, strict=True)])
             confidence.append([0.95 if ok else self.rng.random() for ok in right])
@@ -69,8 +71,14 @@ def tiny_engine(setup: TinySetup, drafter: str | None, config: EngineConfig | No
     return Engine(replace(base, model=str(setup.target), draft=draft, device="cpu", dtype="float32"))
 
 
-def oracle_engine(setup: TinySetup, continuations: Continuations, accuracy: float, config: EngineConfig) -> Engine:
-    """An engine whose drafts are right with probability `accuracy`."""
+def oracle_engine(
+    setup: TinySetup,
+    continuations: Continuations,
+    accuracy: float,
+    config: EngineConfig,
+    accuracy_of: dict[int, float] | None = None,
+) -> Engine:
+    """An engine whose drafts are right with probability `accuracy`, those of some versions with another."""
     config = replace(
         config, model=str(setup.target), draft=str(setup.drafters["random"]), device="cpu", dtype="float32"
     )
@@ -79,6 +87,7 @@ def oracle_engine(setup: TinySetup, continuations: Continuations, accuracy: floa
     runner.__class__ = OracleRunner
     assert isinstance(runner, OracleRunner)
     runner.continuations, runner.accuracy, runner.rng = continuations, accuracy, random.Random(0)
+    runner.accuracy_of = accuracy_of or {}
     return Engine(config, loaded=loaded)
 
 

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from adaflash.config import EngineConfig
+from adaflash.engine.capture import CaptureConfig
 from adaflash.engine.engine import Engine
 from adaflash.engine.loading import LoadProgress
 from adaflash.engine.merge import OutputMerger
@@ -71,6 +72,7 @@ class AsyncEngine:
         max_num_waiting: Unfinished requests allowed beyond `max_num_seqs`, whatever their n; one more is refused.
         progress: See `Engine`.
         engine: A loaded engine to use instead; it belongs to this object from then on.
+        capture: See `Engine`.
     """
 
     def __init__(
@@ -79,8 +81,9 @@ class AsyncEngine:
         max_num_waiting: int = 256,
         progress: LoadProgress | None = None,
         engine: Engine | None = None,
+        capture: CaptureConfig | None = None,
     ) -> None:
-        self._engine = engine or Engine(config, progress)
+        self._engine = engine or Engine(config, progress, capture=capture)
         self._max_num_requests = config.max_num_seqs + max_num_waiting
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams: dict[str, _Stream] = {}
@@ -123,9 +126,16 @@ class AsyncEngine:
         """See `EngineClient.abort`."""
         return await self._call(lambda: self._abort_now(request_id))
 
+    async def call(self, function: Callable[[Engine], T]) -> T:
+        """Run `function` on the engine in its own thread, between two steps, and return the result.
+
+        It must be quick: no token is generated meanwhile.
+        """
+        return await self._call(lambda: function(self._engine))
+
     async def set_verify_policy(self, name: str) -> None:
         """Switch the verify policy between two steps."""
-        await self._call(lambda: self._engine.set_verify_policy(name))
+        await self.call(lambda engine: engine.set_verify_policy(name))
 
     async def drain(self, timeout_s: float) -> bool:
         """See `EngineClient.drain`."""
@@ -143,6 +153,7 @@ class AsyncEngine:
         self._closing = True
         self._inbox.put(lambda: None)
         await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._engine.close)
         self._fail_streams(UnavailableError("the server is shutting down"))
 
     def _check_admission(self) -> None:

@@ -14,12 +14,14 @@ import torch
 
 from adaflash.cache.block_manager import BlockManager
 from adaflash.config import EngineConfig
+from adaflash.engine.capture import CaptureConfig, start_capture
 from adaflash.engine.detokenizer import Detokenizer
 from adaflash.engine.loading import LoadedEngine, load_engine, resolve_policy
 from adaflash.engine.merge import OutputMerger
 from adaflash.engine.output import SampleOutput, snapshot
 from adaflash.engine.preparation import RequestPreparer, as_params_list, as_prompt_list
 from adaflash.engine.request_state import RequestState, Sample
+from adaflash.engine.rollout import DrafterRollout
 from adaflash.engine.runner import Drafts, Round, Verified
 from adaflash.engine.scheduler import DraftLimits, Schedule, Scheduler
 from adaflash.engine.sequence import Sequence
@@ -36,9 +38,8 @@ from adaflash.request import (
     SpeculationStats,
     Usage,
 )
-from adaflash.speculative.base import Drafter
 from adaflash.speculative.budget import VerifyPolicy
-from adaflash.speculative.resident import ResidentDrafters
+from adaflash.training.trajectories import RoundCounts
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class Engine:
         config: What to load and how to run it.
         progress: Called with (description, bytes done, bytes in all) while loading.
         loaded: Models and pools to use instead of loading `config.model`; for tests and tools.
+        capture: What becomes a trajectory for a trainer; needs a drafter. None captures nothing.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Engine:
         config: EngineConfig,
         progress: Callable[[str, int, int], None] | None = None,
         loaded: LoadedEngine | None = None,
+        capture: CaptureConfig | None = None,
     ) -> None:
         self.config = config
         self._loaded = loaded or load_engine(config, progress)
@@ -70,6 +73,9 @@ class Engine:
         self._counters = EngineCounters(self._draft_width)
         self._requests: dict[str, RequestState] = {}
         self._samples: dict[int, Sample] = {}
+        drafters = self._runner.drafters
+        self._rollout = None if drafters is None else DrafterRollout(drafters, self._requests)
+        self._recorder = None if capture is None else start_capture(capture, self._runner, self._blocks)
         self._keys = itertools.count()
         self._preparer = RequestPreparer(
             self._loaded.tokenizer, self._loaded.info.vocab_size, self._loaded.max_model_len, config.seed
@@ -94,10 +100,10 @@ class Engine:
         if request.request_id in self._requests:
             raise RequestError("request_id", request.request_id, "unique among running requests")
         samples = [self._new_sample(request, index) for index in range(request.params.n)]
-        if self._runner.drafters is not None:
-            version = self._runner.drafters.acquire()
-            for sample in samples:
-                sample.seq.drafter_version = version
+        is_captured = self._recorder is not None and self._recorder.wants(request)
+        version = 0 if self._rollout is None else self._rollout.drafters.acquire()
+        for sample in samples:
+            sample.seq.drafter_version, sample.seq.is_captured = version, is_captured
         stats = SpeculationStats(verify_policy=self._policy.name)
         unforked = [sample.seq for sample in samples[1:]]
         self._requests[request.request_id] = RequestState(request, samples, stats, unforked, len(samples))
@@ -163,6 +169,8 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one step: schedule, draft, choose lengths, verify, commit. Returns what is new, per request."""
         started = time.perf_counter()
+        if self._recorder is not None:
+            self._recorder.give_back()
         plan = self._scheduler.schedule()
         if not plan.scheduled:
             return []
@@ -171,6 +179,8 @@ class Engine:
         rounds, drafts = self._draft(plan)
         verified = self._runner.verify(rounds, drafts, write_drafter_kv=self._scheduler.limits is not None)
         deltas = self._commit(rounds, verified)
+        if self._rollout is not None:
+            self._rollout.settle()
         self._counters.end_step(time.perf_counter() - started, self._runner.times)
         return deltas
 
@@ -235,7 +245,7 @@ class Engine:
         state.num_output_tokens += num_emitted
         self._counters.num_output_tokens += num_emitted
         if was_decoding:
-            self._count_round(state.stats, r, min(len(result.token_ids) - 1, num_emitted), num_emitted)
+            self._count_round(state.stats, sample, r, min(len(result.token_ids) - 1, num_emitted), num_emitted)
         self._scheduler.commit(seq, num_emitted if was_decoding else r.scheduled.num_tokens, wrote_drafter_kv)
         if state.unforked and seq is state.samples[0].seq:
             self._scheduler.fork(seq, state.unforked)
@@ -244,12 +254,18 @@ class Engine:
             state.num_unfinished -= 1
             self._retire(sample)
 
-    def _count_round(self, stats: SpeculationStats, r: Round, num_accepted: int, num_emitted: int) -> None:
+    def _count_round(
+        self, stats: SpeculationStats, sample: Sample, r: Round, num_accepted: int, num_emitted: int
+    ) -> None:
+        seq, num_verified = sample.seq, len(r.draft_token_ids)
         stats.num_rounds += 1
         stats.num_emitted_tokens += num_emitted
+        if seq.is_captured:
+            sample.rounds.append(RoundCounts(num_verified, num_accepted))
         if r.draft_row is None:
             return
-        version, num_verified = r.scheduled.seq.drafter_version, len(r.draft_token_ids)
+        self.rollout.observe(seq, num_emitted)
+        version = seq.drafter_version
         stats.num_verified_tokens += num_verified
         stats.num_accepted_tokens += num_accepted
         stats.num_drafted_tokens += self._draft_width
@@ -278,8 +294,8 @@ class Engine:
 
     def _forget(self, state: RequestState) -> None:
         del self._requests[state.request.request_id]
-        if self._runner.drafters is not None:
-            self._runner.drafters.release(state.samples[0].seq.drafter_version)
+        if self._rollout is not None:
+            self._rollout.drafters.release(state.samples[0].seq.drafter_version)
         self._counters.num_finished += 1
 
     def _output(self, state: RequestState, samples: list[Sample], finished: bool) -> RequestOutput:
@@ -296,44 +312,25 @@ class Engine:
         )
 
     def _retire(self, sample: Sample) -> None:
+        if self._recorder is not None and self._recorder.record(sample):
+            sample.seq.block_table = []  # the recorder's now
         self._scheduler.remove(sample.seq)
         if sample.seq.key in self._runner.sampling:
             self._runner.sampling.remove(sample.seq.key)
         del self._samples[sample.seq.key]
 
-    # ---- drafter versions ------------------------------------------------------------------------------------
-
-    def introduce_drafter(self, drafter: Drafter, candidate_share: float | None = None) -> None:
-        """Let a new version draft for new requests from the next step on; running ones keep theirs.
-
-        Args:
-            drafter: Packed, of the shapes being served and of a higher version. `drafters.has_room` must hold.
-            candidate_share: Share of new requests it gets until promoted or rolled back; None: it gets them all.
-        """
-        self.drafters.introduce(drafter, candidate_share)
-        logger.info("drafter live version=%d candidate_share=%s", drafter.version, candidate_share)
-
-    def roll_back_drafter(self) -> None:
-        """Give the candidate up: its requests go on with the last good version, at the price of acceptance."""
-        candidate = self.drafters.candidate
-        assert candidate is not None, "there is a candidate to roll back"
-        self.drafters.roll_back()
-        self.retire_drafter(candidate)
-        logger.warning("drafter rolled back version=%d good=%d", candidate, self.drafters.good)
-
-    def retire_drafter(self, version: int) -> None:
-        """Move the requests of a version that is neither good nor candidate over to the good one, which frees it."""
-        for state in self._requests.values():
-            if state.samples[0].seq.drafter_version == version:
-                good = self.drafters.move(version)
-                for sample in state.samples:
-                    sample.seq.move_to_version(good)
+    # ---- online learning --------------------------------------------------------------------------------------
 
     @property
-    def drafters(self) -> ResidentDrafters:
-        """The resident drafter versions; only of an engine with a drafter."""
-        assert self._runner.drafters is not None, "the engine has no drafter"
-        return self._runner.drafters
+    def rollout(self) -> DrafterRollout:
+        """The drafter versions; only of an engine with a drafter."""
+        assert self._rollout is not None, "the engine has no drafter"
+        return self._rollout
+
+    def close(self) -> None:
+        """Hand over what was captured."""
+        if self._recorder is not None:
+            self._recorder.close()
 
     # ---- policy ----------------------------------------------------------------------------------------------
 

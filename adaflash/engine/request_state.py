@@ -3,19 +3,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from adaflash.engine.output import SampleOutput
 from adaflash.engine.sequence import Sequence
 from adaflash.request import Request, SpeculationStats
+from adaflash.training.trajectories import RoundCounts
 
 
 @dataclass(eq=False, slots=True)
 class Sample:
-    """One sample on its way: the scheduler's sequence and the stream of what it committed."""
+    """One sample on its way: the scheduler's sequence and the stream of what it committed.
+
+    Attributes:
+        rounds: Its decode rounds so far; kept only if the sequence is captured.
+    """
 
     seq: Sequence
     output: SampleOutput
+    rounds: list[RoundCounts] = field(default_factory=list)
 
 
 @dataclass

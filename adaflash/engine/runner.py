@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from adaflash.cache.kv_cache import KVCache
+from adaflash.engine.features import FeaturePool
 from adaflash.engine.sampling import SamplingBuilder
 from adaflash.engine.scheduler import ScheduledSequence
 from adaflash.models.base import TargetModel
@@ -79,6 +80,9 @@ class Runner:
         draft_kv: The drafter's KV pool; same block numbers as the target's.
         sampling: Builds sampling rows; knows penalties and counts.
         keep_draft_logits: Whether acceptance needs q (coupling `rejection`).
+
+    Attributes:
+        features: Where the target's features of captured sequences are kept; None keeps none.
     """
 
     def __init__(
@@ -97,6 +101,7 @@ class Runner:
         self.drafters = drafters
         self.sampling = sampling
         self.times = StepTimes()
+        self.features: FeaturePool | None = None
         self._target_kv = target_kv
         self._draft_kv = draft_kv
         self._keep_draft_logits = keep_draft_logits
@@ -113,6 +118,8 @@ class Runner:
         self._target_kv.copy_blocks(self.backend, pairs)
         if self._draft_kv is not None:
             self._draft_kv.copy_blocks(self.backend, pairs)
+        if self.features is not None:
+            self.features.copy_blocks(pairs, self._target_kv.block_size)
 
     def draft(self, drafting: list[ScheduledSequence]) -> Drafts:
         """Draft a block for every sequence of `drafting`, in one forward of each version in use."""
@@ -157,21 +164,24 @@ class Runner:
         """
         started = time.perf_counter()
         batch = pack([_entry(r) for r in rounds], self._target_kv.block_size, self.backend.device)
-        logits = self._forward(batch, rounds if write_drafter_kv else None)
+        logits = self._forward(batch, rounds, write_drafter_kv)
         sampled = [r for r in rounds if r.scheduled.samples]
         verified = self._decide(sampled, logits, drafts) if sampled else []
         self.times.verify += time.perf_counter() - started
         return verified
 
-    def _forward(self, batch: PackedBatch, context_rounds: list[Round] | None) -> Tensor:
-        """Return logits [R, V] of the rows that need them; writes the target's KV, and the drafters' for the rounds."""
+    def _forward(self, batch: PackedBatch, rounds: list[Round], write_drafter_kv: bool) -> Tensor:
+        """Return logits [R, V] of the rows that need them; writes the target's KV, the drafters', and the features."""
         meta = self.backend.attention_metadata(batch)
-        drafter = None if context_rounds is None else self.drafter
-        taps = () if drafter is None else drafter.tap_layer_ids
+        drafter = self.drafter
+        needs_taps = drafter is not None and (write_drafter_kv or self.features is not None)
+        taps = drafter.tap_layer_ids if drafter is not None and needs_taps else ()
         out = self.target.forward(batch.token_ids, batch.positions, batch.slot_mapping, meta, self._target_kv, taps)
-        if context_rounds is not None and drafter is not None:
-            assert out.taps is not None, "taps were asked for"
-            self._write_context(out.taps, batch, context_rounds)
+        if out.taps is not None:
+            if write_drafter_kv:
+                self._write_context(out.taps, batch, rounds)
+            if self.features is not None:
+                self.features.write(batch, out.taps, out.hidden, [r.scheduled.seq.is_captured for r in rounds])
         return self.target.compute_logits(out.hidden[batch.logits_indices])
 
     def _write_context(self, taps: Tensor, batch: PackedBatch, rounds: list[Round]) -> None:

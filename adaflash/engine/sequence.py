@@ -28,6 +28,7 @@ class Sequence:
         drafter_version: Version that drafts for it and writes its drafter KV.
         version_start: Computed tokens when that version took over: rows before it are another's.
         is_context_pure: Whether all its drafter KV was written by that version.
+        is_captured: Whether it becomes a trajectory for a trainer.
         num_cached_tokens: Prompt tokens whose KV came from the prefix cache at admission.
         num_registered: Leading blocks already offered to the prefix cache.
         last_uid: Prefix-cache identity of the last registered block.
@@ -38,6 +39,7 @@ class Sequence:
         "block_table",
         "drafter_version",
         "has_drafter_kv",
+        "is_captured",
         "is_context_pure",
         "key",
         "last_uid",
@@ -67,6 +69,7 @@ class Sequence:
         self.drafter_version = 0
         self.version_start = 0
         self.is_context_pure = True
+        self.is_captured = False
         self.num_cached_tokens = 0
         self.num_registered = 0
         self.last_uid = ROOT_UID

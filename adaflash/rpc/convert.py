@@ -28,7 +28,16 @@ MAX_REQUEST_ID_CHARS = 256
 UNLIMITED_TOKENS = 2**32 - 1
 
 _FLOAT_FIELDS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-_OPTIONAL_FIELDS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "skip_special_tokens")
+_OPTIONAL_FIELDS = (
+    "n",
+    "top_k",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "logprobs",
+    "skip_special_tokens",
+    "allow_training",
+)
 _FINISH_REASONS: dict[FinishReason, pb.FinishReason] = {
     "stop": pb.FINISH_REASON_STOP,
     "length": pb.FINISH_REASON_LENGTH,

@@ -76,16 +76,24 @@ class ResidentDrafters:
         """Add a version: as a candidate with this share of the new requests, or (None) as the good one at once.
 
         Args:
-            drafter: Of a version above every resident one.
+            drafter: Of a version that is not resident; an older one to go back to.
             candidate_share: In (0, 1).
         """
         assert self.has_room, "a third version waits until one of the two is gone"
-        assert drafter.version > max(self._drafters), "versions grow"
+        assert drafter.version not in self._drafters, "a version is resident once"
+        assert self.candidate is None, "one candidate at a time"
         self._drafters[drafter.version] = drafter
         if candidate_share is None:
             self.good = drafter.version
         else:
             self.candidate, self.candidate_share, self._credit = drafter.version, candidate_share, 0.0
+        self._forget_unused()
+
+    def reinstate(self, version: int) -> None:
+        """Make a resident version the good one again."""
+        assert self.candidate is None, "a candidate is promoted or rolled back"
+        assert version in self._drafters, "it is resident"
+        self.good = version
         self._forget_unused()
 
     def promote(self) -> None:

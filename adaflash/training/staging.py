@@ -100,6 +100,10 @@ class StagingArea:
                 self._state.pins[name] = version
                 self._save()
 
+    def pinned(self, name: str) -> int:
+        """Return the version a pin is on; 0 for none."""
+        return self._state.pins.get(name, 0)
+
     def _save(self) -> None:
         try:
             save_state(self.root, self._state)

@@ -15,6 +15,7 @@ from adaflash.engine.engine import Engine
 from adaflash.request import RequestOutput, SamplingParams
 from adaflash.speculative.dflash import DFlashDrafter
 from adaflash.speculative.drafter_loader import load_version
+from adaflash.training.canary import CanaryConfig
 from tests.engines import TinySetup, random_prompts, run_all, step_until_done, tiny_engine
 
 VOCAB = 97
@@ -29,9 +30,14 @@ def setup(request: pytest.FixtureRequest, tiny_setup: Callable[[str], TinySetup]
     return tiny_setup(request.param)
 
 
+def canary(fraction: float) -> CanaryConfig:
+    """A trial that no test here is long enough to decide."""
+    return CanaryConfig(fraction=fraction, min_requests=1000, max_requests=1000)
+
+
 def _version(engine: Engine, setup: TinySetup, version: int) -> DFlashDrafter:
     """The other one of the two tiny drafters, under a new number."""
-    served = engine.drafters.current
+    served = engine.rollout.drafters.current
     assert isinstance(served, DFlashDrafter)
     drafter = load_version(setup.drafters[("random", "zero")[version % 2]], served, version)
     drafter.pack()
@@ -47,17 +53,17 @@ def _swap_until_done(engine: Engine, setup: TinySetup, params: SamplingParams, s
 
     def act(step: int) -> None:
         nonlocal next_version, dispatched
-        drafters = engine.drafters
+        drafters = engine.rollout.drafters
         assert len(drafters.versions) <= 2
         choice = rng.random()
         if drafters.candidate is not None and choice < 0.3:
-            drafters.promote()
+            engine.rollout.promote()
         elif drafters.candidate is not None and choice < 0.6:
-            engine.roll_back_drafter()
+            engine.rollout.roll_back("by hand")
         elif drafters.draining is not None and choice < 0.5:
-            engine.retire_drafter(drafters.draining)
+            engine.rollout.retire(drafters.draining)
         elif drafters.has_room:
-            engine.introduce_drafter(_version(engine, setup, next_version), rng.choice([None, 0.5]))
+            engine.rollout.introduce(_version(engine, setup, next_version), rng.choice([None, canary(0.5)]))
             next_version += 1
         if dispatched < 24 and step % 2:
             engine.add_request(PROMPTS[dispatched % len(PROMPTS)], params, f"late{dispatched}")
@@ -101,42 +107,42 @@ def test_requests_keep_the_version_they_were_dispatched_with(setup: TinySetup) -
     for index in range(3):
         engine.add_request(PROMPTS[index], GREEDY, f"old{index}")
     engine.step()
-    engine.introduce_drafter(_version(engine, setup, 1))
+    engine.rollout.introduce(_version(engine, setup, 1))
     for index in range(3):
         engine.add_request(PROMPTS[index + 3], GREEDY, f"new{index}")
-    assert engine.drafters.versions == [0, 1]
+    assert engine.rollout.drafters.versions == [0, 1]
     deltas = {delta.request_id: delta for delta in step_until_done(engine, lambda _: None)}
     for name, delta in deltas.items():
         assert delta.speculation.drafter_versions == ((0,) if name.startswith("old") else (1,))
-    assert engine.drafters.versions == [1], "the old version is dropped with its last request"
+    assert engine.rollout.drafters.versions == [1], "the old version is dropped with its last request"
 
 
 def test_samples_of_a_request_share_its_version(setup: TinySetup) -> None:
     engine = tiny_engine(setup, "random", CONFIG)
-    engine.introduce_drafter(_version(engine, setup, 1), 0.5)
+    engine.rollout.introduce(_version(engine, setup, 1), canary(0.5))
     outputs = engine.generate([PROMPTS[0]] * 4, replace(SAMPLED, n=3))
     assert sorted(output.speculation.drafter_versions for output in outputs) == [(0,), (0,), (1,), (1,)]
 
 
 def test_a_candidate_gets_its_share_of_new_requests(setup: TinySetup) -> None:
     engine = tiny_engine(setup, "random", CONFIG)
-    engine.introduce_drafter(_version(engine, setup, 1), 0.25)
+    engine.rollout.introduce(_version(engine, setup, 1), canary(0.25))
     outputs = run_all(engine, PROMPTS, replace(GREEDY, max_tokens=4))
     versions = [output.speculation.drafter_versions for output in outputs]
     assert versions.count((1,)) == len(PROMPTS) // 4
-    engine.drafters.promote()
-    assert engine.drafters.versions == [1]
+    engine.rollout.promote()
+    assert engine.rollout.drafters.versions == [1]
 
 
 def test_requests_of_a_rolled_back_candidate_go_on_with_the_good_version(setup: TinySetup) -> None:
     engine = tiny_engine(setup, "random", CONFIG)
-    engine.introduce_drafter(_version(engine, setup, 1), 0.99)
+    engine.rollout.introduce(_version(engine, setup, 1), canary(0.99))
     for index in range(6):
         engine.add_request(PROMPTS[index], GREEDY, str(index))
     for _ in range(3):
         engine.step()
-    engine.roll_back_drafter()
-    assert engine.drafters.versions == [0]
+    engine.rollout.roll_back("by hand")
+    assert engine.rollout.drafters.versions == [0]
     deltas = {delta.request_id: delta for delta in step_until_done(engine, lambda _: None)}
     assert {delta.speculation.drafter_versions for delta in deltas.values()} <= {(0,), (1, 0)}
     assert any(delta.speculation.drafter_versions == (1, 0) for delta in deltas.values())
@@ -148,7 +154,7 @@ def test_cached_blocks_know_who_wrote_their_drafter_rows(setup: TinySetup) -> No
     engine.generate(prompt, replace(GREEDY, max_tokens=8))
     blocks = engine._blocks
     assert {blocks.drafter_version(b) for b in blocks.match_prefix(prompt, True).blocks} == {0}
-    engine.introduce_drafter(_version(engine, setup, 1))
+    engine.rollout.introduce(_version(engine, setup, 1))
     engine.add_request([*prompt, 3, 4], GREEDY, "hit")
     engine.step()
     (sample,) = engine._samples.values()
@@ -159,8 +165,8 @@ def test_cached_blocks_know_who_wrote_their_drafter_rows(setup: TinySetup) -> No
     engine.step()
     (sample,) = engine._samples.values()
     assert sample.seq.is_context_pure
-    engine.introduce_drafter(_version(engine, setup, 2))
-    engine.retire_drafter(1)
+    engine.rollout.introduce(_version(engine, setup, 2))
+    engine.rollout.retire(1)
     assert not sample.seq.is_context_pure
     step_until_done(engine, lambda _: None)
     versions = [blocks.drafter_version(b) for b in blocks.match_prefix(sample.seq.token_ids, True).blocks]
