@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many different prompts of one domain, the same for the same seed: for sessions that look at adaptation.
+
+The shipped drafter knows requests for code; word problems are new to it. Word problems come from
+`data/maths_templates.txt`, one template a line whose slots `_draw_slots` fills; requests for code from
+`data/code_tasks.txt`, one task a line, each asked for in many ways.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final, NamedTuple, TypeVar
+
+from adaflash.demo.prompts import DomainPrompt
+from adaflash.errors import ConfigError
+
+_DATA: Final = Path(__file__).parent / "data"
+# Far fewer than the templates can express, so that drawing again after a repeat stays rare.
+MAX_MATHS_PROMPTS: Final = 20_000
+T = TypeVar("T")
+
+
+class _Person(NamedTuple):
+    name: str
+    they: str
+    them: str
+    their: str
+
+
+_SHE: Final = (
+    "Aisha Beatriz Chloe Dana Elif Freya Grace Hana Ingrid Jasmine Keiko Lucia Mei Nadia Olga Priya Rosa Sofia"
+)
+_HE: Final = (
+    "Ahmed Boris Carlos Daniel Emeka Felix George Hiro Ivan Jamal Kofi Leon Mateo Nikhil Omar Pavel Ravi Samuel"
+)
+_PEOPLE: Final = (
+    *(_Person(name, "she", "her", "her") for name in _SHE.split()),
+    *(_Person(name, "he", "him", "his") for name in _HE.split()),
+)
+_WORDS: Final[dict[str, tuple[str, ...]]] = {
+    "toys": ("marbles", "stickers", "stamps", "trading cards", "seashells", "toy cars", "beads", "postcards", "dice"),
+    "treats": ("muffins", "cookies", "pretzels", "cupcakes", "biscuits", "doughnuts", "brownies", "scones", "waffles"),
+    "plants": ("tulips", "tomatoes", "sunflowers", "roses", "strawberries", "lettuces", "peppers", "marigolds"),
+    "clothes": ("T-shirts", "scarves", "hats", "jumpers", "belts", "caps", "raincoats"),
+    "animals": ("cows", "goats", "sheep", "horses", "donkeys", "ponies", "llamas"),
+    "shop": ("bakery", "market stall", "small café", "supermarket", "kiosk", "school canteen", "corner shop"),
+    "place": (
+        "the library",
+        "the community centre",
+        "the museum",
+        "the youth club",
+        "the sports hall",
+        "the town hall",
+    ),
+    "event": (
+        "concert",
+        "school play",
+        "film festival",
+        "puppet show",
+        "charity gala",
+        "science fair",
+        "football final",
+    ),
+    "big_item": ("bicycle", "guitar", "tablet", "camera", "skateboard", "telescope", "sewing machine", "game console"),
+}
+_STEPWISE: Final = (
+    "{} Solve this step by step.",
+    "{} Work it out step by step.",
+    "{} Explain every step of your solution.",
+    "{} Show all the steps and then give the final answer.",
+    "{} Think step by step.",
+    "{} Please show your working, one step at a time.",
+    "Solve this problem step by step. {}",
+    "Here is a word problem; explain each step as you solve it. {}",
+)
+
+_REQUESTS: Final = (
+    "Write a Python function that {}.",
+    "Implement a small Python function that {}.",
+    "I need a Python function that {}.",
+    "Can you write a Python function that {}?",
+    "Please show me a Python function that {}.",
+    "In Python, write a function that {}.",
+    "Help me write a Python function that {}.",
+    "How would you write a Python function that {}?",
+    "For a code review, write a clean Python function that {}.",
+    "Give me a short, readable Python function that {}.",
+)
+_WISHES: Final = (
+    "",
+    " Add type hints.",
+    " Include a docstring with one example.",
+    " Explain how it works in one or two sentences.",
+    " Add two assert statements that test it.",
+    " Mention one edge case that it handles.",
+    " Say what its time complexity is.",
+    " Add a comment to every important line.",
+)
+
+
+def maths_prompts(seed: int, count: int) -> list[DomainPrompt]:
+    """Return `count` different grade-school word problems, each of which asks for a solution in steps.
+
+    Every template is used once before any is used again. A smaller count with the same seed gives the first of them.
+
+    Raises:
+        ConfigError: `count` is not in [0, 20000].
+    """
+    _check_count(count, MAX_MATHS_PROMPTS)
+    rng = random.Random(seed)
+    templates = _shuffled_forever(_lines("maths_templates.txt"), rng)
+    return _distinct(lambda: rng.choice(_STEPWISE).format(next(templates).format(**_draw_slots(rng))), count, "maths")
+
+
+def code_prompts(seed: int, count: int) -> list[DomainPrompt]:
+    """Return `count` different requests for a small Python function.
+
+    Every task is used once before any is used again. A smaller count with the same seed gives the first of them.
+
+    Raises:
+        ConfigError: `count` is negative, or more than there are tasks times ways of asking.
+    """
+    tasks = _lines("code_tasks.txt")
+    _check_count(count, len(tasks) * len(_REQUESTS) * len(_WISHES))
+    rng = random.Random(seed)
+    ways = {task: _shuffled_forever(list(itertools.product(_REQUESTS, _WISHES)), rng) for task in tasks}
+
+    def draw() -> str:
+        task = next(order)
+        request, wish = next(ways[task])
+        return request.format(task) + wish
+
+    order = _shuffled_forever(tasks, rng)
+    return _distinct(draw, count, "code")
+
+
+def _draw_slots(rng: random.Random) -> dict[str, object]:
+    """Draw what a maths template may name: two people, words, and numbers of growing size.
+
+    a, b, c in 2..9, m, n in 11..39, k in 41..99, h in 150..480: templates rely on that to never take away more than
+    there is, and on the derived numbers for divisions without remainder.
+    """
+    person, other = rng.sample(_PEOPLE, 2)
+    a, b, c = rng.sample(range(2, 10), 3)
+    m, n = rng.sample(range(11, 40), 2)
+    k = rng.randrange(41, 100)
+    h = rng.randrange(150, 490, 10)
+    numbers = {"a": a, "b": b, "c": c, "m": m, "n": n, "k": k, "h": h, "percent": rng.randrange(5, 45, 5)}
+    derived = {"ab": a * b, "bc": b * c, "am": a * m, "sum": 2 * m + a, "full_box": k + a * m, "rope": a * m + b}
+    words = {slot: rng.choice(choices) for slot, choices in _WORDS.items()}
+    return {
+        **person._asdict(),
+        "They": person.they.capitalize(),
+        "other": other.name,
+        **words,
+        **numbers,
+        **derived,
+        "over": h + k,
+    }
+
+
+def _distinct(draw: Callable[[], str], count: int, domain: str) -> list[DomainPrompt]:
+    prompts: dict[str, None] = {}
+    while len(prompts) < count:
+        prompts[draw()] = None
+    return [DomainPrompt(prompt, domain) for prompt in prompts]
+
+
+def _shuffled_forever(items: list[T], rng: random.Random) -> Iterator[T]:
+    while True:
+        yield from rng.sample(items, len(items))
+
+
+def _lines(name: str) -> list[str]:
+    return (_DATA / name).read_text(encoding="utf-8").splitlines()
+
+
+def _check_count(count: int, most: int) -> None:
+    if not 0 <= count <= most:
+        raise ConfigError(f"count must be in [0, {most}], not {count}")
