@@ -5,8 +5,9 @@ Run as `python -m tests.serve_trainer JSON`, with an object of
 
 * `root`, `drafter`, `port`: the store, what its versions are made from, and where to listen (0: anywhere);
 * `log`: file that gets a line `VERSION FILE OFFSET NUM_BYTES` for every chunk, before it is sent;
+* `spool`: where trajectories are kept; without it none is taken;
 * `die`: `subscribe` (when a client subscribes), `before_chunk` or `after_chunk` (the `num_chunks`-th), `publish` (when
-  a version is on disk and nobody was told).
+  a version is on disk and nobody was told), `before_take` or `after_take` (the `num_chunks`-th trajectory).
 
 Reads lines `publish SEED KEY` and answers each with `published VERSION`.
 """
@@ -25,20 +26,52 @@ from adaflash.config import ServerConfig
 from adaflash.rpc import trainer_service
 from adaflash.rpc.pb import trainer_pb2 as pb
 from adaflash.rpc.trainer_server import TrainerServer
+from adaflash.rpc.trajectory_intake import TrajectorySink
+from adaflash.training.trajectories import Trajectory, TrajectorySpool
 from adaflash.training.weight_store import WeightStore
 from tests.versions import TARGET_DIGEST, publication, write_like
+
+SEGMENT_BYTES = 4000
 
 
 class NoSink:
     """Takes nothing."""
 
-    def put(self, trajectory: object) -> bool:
+    def take(self, trajectory: object) -> bool:
         return False
+
+    def record_ids(self) -> tuple[str, ...]:
+        return ()
 
 
 def die() -> None:
     """End as `kill -9` does."""
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DyingSpool(TrajectorySpool):
+    """Dies before or after it keeps a trajectory."""
+
+    fate: str | None = None
+    left = 0
+
+    def take(self, trajectory: Trajectory) -> bool:
+        self.left -= 1
+        if self.fate == "before_take" and self.left == 0:
+            die()
+        is_kept = super().take(trajectory)
+        if self.fate == "after_take" and self.left == 0:
+            die()
+        return is_kept
+
+
+def sink_of(settings: dict[str, Any]) -> TrajectorySink:
+    """Return where trajectories go."""
+    if "spool" not in settings:
+        return NoSink()
+    spool = DyingSpool(Path(settings["spool"]), 1 << 30, 1e9, SEGMENT_BYTES)
+    spool.fate, spool.left = settings.get("die"), settings.get("num_chunks", 0)
+    return spool
 
 
 def arm(settings: dict[str, Any], store: WeightStore) -> None:
@@ -79,7 +112,7 @@ async def main() -> None:
     store = WeightStore(Path(settings["root"]))
     arm(settings, store)
     config = ServerConfig(grpc_port=settings["port"])
-    server = TrainerServer(store, NoSink(), TARGET_DIGEST, config)
+    server = TrainerServer(store, sink_of(settings), TARGET_DIGEST, config)
     await server.start()
     sys.stdout.write(f"ready address={server.address}\n")
     sys.stdout.flush()

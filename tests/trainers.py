@@ -36,11 +36,14 @@ class ListSink:
     capacity: int = 1_000_000
     trajectories: list[Trajectory] = field(default_factory=list)
 
-    def put(self, trajectory: Trajectory) -> bool:
+    def take(self, trajectory: Trajectory) -> bool:
         if len(self.trajectories) >= self.capacity:
             return False
         self.trajectories.append(trajectory)
         return True
+
+    def record_ids(self) -> list[str]:
+        return [trajectory.record_id for trajectory in self.trajectories]
 
 
 @dataclass

@@ -16,6 +16,7 @@ from adaflash.training.version_directory import StoredVersion
 from adaflash.training.version_report import MAX_REASON_CHARS, VersionEvent, VersionReport
 
 MAX_SERVER_ID_CHARS = 256
+MAX_RECORD_ID_CHARS = 64
 _MAX_TOKEN_ID = 2**31 - 1
 
 _KINDS: dict[Kind, pb.VersionKind] = {"FULL": pb.VERSION_KIND_FULL, "DELTA": pb.VERSION_KIND_DELTA}
@@ -65,6 +66,8 @@ def offer_to_pb(stored: StoredVersion) -> pb.VersionInfo:
         num_bytes=manifest.num_bytes,
         manifest_size=stored.manifest_size,
         manifest_sha256=stored.manifest_sha256,
+        created_at=manifest.created_at,
+        metrics=manifest.metrics,
     )
 
 
@@ -161,6 +164,7 @@ def trajectory_to_pb(trajectory: Trajectory) -> pb.TrajectoryRecord:
         target_digest=trajectory.target_digest,
         temperature=trajectory.temperature,
         features=None if trajectory.features is None else features_to_pb(trajectory.features),
+        record_id=trajectory.record_id,
     )
 
 
@@ -171,6 +175,8 @@ def trajectory_from_pb(message: pb.TrajectoryRecord) -> Trajectory:
         RequestError: A field is invalid; names it.
     """
     num_tokens = len(message.token_ids)
+    if not 0 < len(message.record_id) <= MAX_RECORD_ID_CHARS:
+        raise RequestError("record_id", message.record_id, f"1 to {MAX_RECORD_ID_CHARS} characters")
     if len(message.request_id) > MAX_REQUEST_ID_CHARS:
         raise RequestError("request_id", message.request_id, f"at most {MAX_REQUEST_ID_CHARS} characters")
     if not num_tokens or max(message.token_ids) > _MAX_TOKEN_ID:
@@ -194,6 +200,7 @@ def trajectory_from_pb(message: pb.TrajectoryRecord) -> Trajectory:
         target_digest=message.target_digest,
         temperature=float_from_wire(message.temperature),
         features=features,
+        record_id=message.record_id,
     )
 
 

@@ -14,7 +14,8 @@ from adaflash.config import ServerConfig
 from adaflash.rpc.interceptors import ApiKeyInterceptor, BoundaryInterceptor
 from adaflash.rpc.listener import bind, channel_options, join_host_port, warn_when_open
 from adaflash.rpc.pb import trainer_pb2_grpc
-from adaflash.rpc.trainer_service import SERVICE_NAME, TrainerService, TrajectorySink
+from adaflash.rpc.trainer_service import SERVICE_NAME, TrainerService
+from adaflash.rpc.trajectory_intake import TrajectorySink
 from adaflash.training.weight_store import WeightStore
 
 # Time the statuses of finished calls get; calls that never end by themselves, e.g. health watches, are cut after it.

@@ -9,19 +9,27 @@ import os
 import zlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from operator import attrgetter
-from typing import Any, BinaryIO, Protocol, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 import grpc
 
 from adaflash import __version__
-from adaflash.errors import CapacityError, DamagedVersionError, RequestError, UnavailableError, UnknownVersionError
+from adaflash.errors import (
+    BadVersionError,
+    CapacityError,
+    DamagedVersionError,
+    RequestError,
+    UnavailableError,
+    UnknownVersionError,
+    WeightError,
+)
 from adaflash.rpc import trainer_convert as convert
 from adaflash.rpc.pb import trainer_pb2 as pb
 from adaflash.rpc.pb import trainer_pb2_grpc
 from adaflash.rpc.status import OffsetError
 from adaflash.rpc.stream import write_within
-from adaflash.training.trajectories import Trajectory
+from adaflash.rpc.trajectory_intake import TrajectoryIntake, TrajectorySink
+from adaflash.training.republish import republish
 from adaflash.training.version_report import VersionReport
 from adaflash.training.weight_store import WeightStore
 
@@ -31,17 +39,11 @@ SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["Trainer"].full_name
 MAX_CHUNK_BYTES = 1 << 20
 MAX_SUBSCRIBERS = 1024
 MAX_SERVERS = 4096
+MAX_KEY_CHARS = 256
 # Names of the store's pins.
 ACTIVE, LAST_GOOD = "active", "last_good"
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-
-
-class TrajectorySink(Protocol):
-    """Where trajectories go, e.g. a TrajectorySpool."""
-
-    def put(self, trajectory: Trajectory) -> bool:
-        """Take a trajectory without waiting; False when it was dropped."""
 
 
 class TrainerService(trainer_pb2_grpc.TrainerServicer):
@@ -49,7 +51,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
 
     Args:
         store: What is handed out; versions may be published to it from any thread.
-        sink: Takes the trajectories.
+        sink: Takes the trajectories; the ids of those it has are read here.
         target_digest: Of the target that is trained for; trajectories of another one are invalid.
         stall_timeout_s: A client that reads nothing for so long while a message waits is cut.
 
@@ -59,9 +61,9 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     """
 
     def __init__(self, store: WeightStore, sink: TrajectorySink, target_digest: str, stall_timeout_s: float) -> None:
-        self._store, self._sink, self._target_digest = store, sink, target_digest
+        self._store, self._target_digest = store, target_digest
         self._stall_timeout_s = stall_timeout_s
-        self._trajectories = pb.SubmitTrajectoriesResponse()
+        self._intake = TrajectoryIntake(sink, target_digest)
         self._servers: dict[str, pb.ReportVersionRequest] = {}
         self._changed = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -86,22 +88,8 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         self, requests: AsyncIterator[pb.TrajectoryRecord], context: Context
     ) -> pb.SubmitTrajectoriesResponse:
         """Pass trajectories on; an invalid one is counted, and the others of its stream are taken."""
-        reply = pb.SubmitTrajectoriesResponse()
         with self._counted():
-            async for message in requests:
-                reply.num_received += 1
-                try:
-                    trajectory = await self._trajectory_of(message)
-                except RequestError as error:
-                    reply.num_invalid += 1
-                    reply.first_invalid = reply.first_invalid or str(error)
-                    continue
-                if self._sink.put(trajectory):
-                    reply.num_accepted += 1
-                else:
-                    reply.num_dropped += 1
-        self._count(reply)
-        return reply
+            return await self._intake.take_all(requests)
 
     async def SubscribeVersions(self, request: pb.SubscribeVersionsRequest, context: Context) -> None:  # noqa: N802
         """Announce versions and bad marks until the client leaves or the trainer closes."""
@@ -169,23 +157,35 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             del self._servers[next(iter(self._servers))]
         return pb.ReportVersionResponse()
 
+    async def ActivateVersion(  # noqa: N802
+        self, request: pb.ActivateVersionRequest, context: Context
+    ) -> pb.ActivateVersionResponse:
+        """Publish an older version's weights again."""
+        if len(request.idempotency_key) > MAX_KEY_CHARS:
+            raise RequestError("idempotency_key", request.idempotency_key, f"at most {MAX_KEY_CHARS} characters")
+        with self._counted():
+            version = await asyncio.to_thread(self._republish, request.version, request.idempotency_key)
+        logger.info("version published again version=%d as=%d", request.version, version)
+        return pb.ActivateVersionResponse(version=version)
+
     async def GetStatus(self, request: pb.GetTrainerStatusRequest, context: Context) -> pb.TrainerStatus:  # noqa: N802
         """Say what there is."""
         newest, bad, pins = self._store.newest(), self._store.bad, self._store.pins
-        versions: list[pb.VersionInfo] = [convert.bad_version_to_pb(version, reason) for version, reason in bad.items()]
-        versions += [convert.offer_to_pb(stored) for stored in self._store.versions() if stored.version not in bad]
-        versions.sort(key=attrgetter("version"))
+        versions = {stored.version: convert.offer_to_pb(stored) for stored in self._store.versions()}
+        for version, reason in bad.items():
+            versions.setdefault(version, pb.VersionInfo()).MergeFrom(convert.bad_version_to_pb(version, reason))
         return pb.TrainerStatus(
             package_version=__version__,
             target_digest=self._target_digest,
             newest_version=0 if newest is None else newest.version,
             active_version=pins.get(ACTIVE, 0),
             last_good_version=pins.get(LAST_GOOD, 0),
-            versions=versions,
+            versions=[versions[version] for version in sorted(versions)],
             damaged=self._store.damaged,
             num_subscribers=self.num_subscribers,
-            trajectories=self._trajectories,
+            trajectories=self._intake.total,
             servers=self._servers.values(),
+            pins=pins,
         )
 
     # ---- announcing ------------------------------------------------------------------------------------------
@@ -210,22 +210,15 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         if newest is not None:
             yield convert.offer_to_pb(newest)
 
-    # ---- taking ----------------------------------------------------------------------------------------------
+    # ---- what servers say -------------------------------------------------------------------------------------
 
-    async def _trajectory_of(self, message: pb.TrajectoryRecord) -> Trajectory:
-        if message.target_digest != self._target_digest:
-            raise RequestError("target_digest", message.target_digest, f"{self._target_digest}, the target trained for")
-        if message.HasField("features"):
-            return await asyncio.to_thread(convert.trajectory_from_pb, message)
-        return convert.trajectory_from_pb(message)
-
-    def _count(self, reply: pb.SubmitTrajectoriesResponse) -> None:
-        total = self._trajectories
-        total.num_received += reply.num_received
-        total.num_accepted += reply.num_accepted
-        total.num_dropped += reply.num_dropped
-        total.num_invalid += reply.num_invalid
-        total.first_invalid = total.first_invalid or reply.first_invalid
+    def _republish(self, version: int, idempotency_key: str) -> int:
+        try:
+            return republish(self._store, version, idempotency_key)
+        except (UnknownVersionError, BadVersionError, DamagedVersionError):
+            raise
+        except WeightError as error:
+            raise UnavailableError(f"version {version} cannot be published again: {error}") from error
 
     def _apply(self, report: VersionReport, server_id: str) -> None:
         """Mark bad, and pin the newest version that proved itself and the one before it."""
@@ -237,7 +230,10 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             self._pin(LAST_GOOD, active)
             self._pin(ACTIVE, report.version)
         elif report.event in ("rolled_back", "bad") and report.version == active:
-            self._pin(ACTIVE, last_good)
+            # After two in a row there is none left that proved itself.
+            self._pin(ACTIVE, 0 if last_good == active or last_good in self._store.bad else last_good)
+        if self._store.pins.get(LAST_GOOD) in self._store.bad:
+            self._pin(LAST_GOOD, 0)
 
     def _pin(self, name: str, version: int) -> None:
         try:
@@ -245,7 +241,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
                 self._store.pin(name, version)
             else:
                 self._store.unpin(name)
-        except (UnknownVersionError, DamagedVersionError) as error:
+        except (UnknownVersionError, BadVersionError, DamagedVersionError) as error:
             logger.warning("a version cannot be pinned pin=%s reason=%s", name, error)
 
     @contextmanager

@@ -8,16 +8,17 @@ raises into serving: what is lost is counted.
 
 from __future__ import annotations
 
-import errno
+import dataclasses
+import hashlib
 import json
 import logging
 import queue
-import struct
 import threading
 import time
-import zlib
+import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,16 +26,22 @@ import numpy as np
 import numpy.typing as npt
 
 from adaflash.errors import ConfigError
+from adaflash.training.spool_segment import (
+    Buffer,
+    DamagedSegmentError,
+    Segment,
+    SegmentReader,
+    open_segment,
+    record_size,
+)
 
 logger = logging.getLogger(__name__)
 
 FeatureArray = npt.NDArray[np.float32]
 
-_MAGIC = b"AFTR"
-_HEADER = struct.Struct("<4sII")  # magic, payload bytes, crc32 of the payload
 _SUFFIX = ".spool"
-_MAX_RECORD_BYTES = 1 << 30
 _QUEUE_SIZE = 256
+_DAMAGED = "a spool segment is damaged, the rest is lost path=%s offset=%d reason=%s"
 
 
 class RoundCounts(NamedTuple):
@@ -69,6 +76,7 @@ class Trajectory:
         temperature: As requested; 0 is greedy.
         features: With supervision `captured`, of all tokens but the last, which had no forward; None: the trainer runs
             the target (`recompute`).
+        record_id: Unique among all servers, so that a trainer recognises what it is sent twice.
     """
 
     request_id: str
@@ -80,49 +88,47 @@ class Trajectory:
     target_digest: str
     temperature: float
     features: TrajectoryFeatures | None = None
+    record_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
-    def to_bytes(self) -> bytes:
-        """Return the record's payload: a JSON line, then the arrays' raw little-endian bytes."""
-        fields: dict[str, object] = {
-            "request_id": self.request_id,
-            "sample_index": self.sample_index,
-            "token_ids": self.token_ids,
-            "num_prompt_tokens": self.num_prompt_tokens,
-            "rounds": self.rounds,
-            "drafter_version": self.drafter_version,
-            "target_digest": self.target_digest,
-            "temperature": self.temperature,
-        }
+    def to_buffers(self) -> list[Buffer]:
+        """Return the record's payload in parts: a JSON line, then the arrays' own little-endian bytes, not copied."""
+        names = [one.name for one in dataclasses.fields(self) if one.name != "features"]
+        fields: dict[str, object] = {name: getattr(self, name) for name in names}
         arrays: list[FeatureArray] = [] if self.features is None else [*self.features]
         fields["shapes"] = [array.shape for array in arrays]
-        return b"".join([json.dumps(fields).encode(), b"\n", *(array.astype("<f4").tobytes() for array in arrays)])
+        return [json.dumps(fields).encode() + b"\n", *(_bytes_of(array) for array in arrays)]
 
     @staticmethod
     def from_bytes(payload: bytes) -> Trajectory:
-        """Return the trajectory `to_bytes` wrote.
+        """Return the trajectory of `to_buffers`, joined; its arrays are views of `payload`.
 
         Raises:
             ValueError: The payload is not one.
         """
-        line, newline, rest = payload.partition(b"\n")
-        if not newline:
+        line_end = payload.find(b"\n") + 1
+        if not line_end:
             raise ValueError("a trajectory starts with a line of JSON")
-        fields = json.loads(line)
+        fields = json.loads(payload[:line_end])
         try:
             shapes = fields.pop("shapes")
             fields["rounds"] = [RoundCounts(*counts) for counts in fields["rounds"]]
-            features = _features_from_bytes(rest, shapes) if shapes else None
+            features = _features_from_bytes(payload, line_end, shapes) if shapes else None
+            # Records of earlier releases have none; the same record must get the same one at each read.
+            fields.setdefault("record_id", hashlib.sha256(payload).hexdigest()[:32])
             return Trajectory(**fields, features=features)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a trajectory: {error}") from error
 
 
-def _features_from_bytes(data: bytes, shapes: list[list[int]]) -> TrajectoryFeatures:
+def _bytes_of(array: FeatureArray) -> memoryview:
+    return memoryview(np.ascontiguousarray(array, "<f4").reshape(-1).view(np.uint8))
+
+
+def _features_from_bytes(payload: bytes, offset: int, shapes: list[list[int]]) -> TrajectoryFeatures:
     arrays: list[FeatureArray] = []
-    offset = 0
     for shape in shapes:
         count = int(np.prod(shape))
-        arrays.append(np.frombuffer(data, dtype="<f4", count=count, offset=offset).reshape(shape))
+        arrays.append(np.frombuffer(payload, dtype="<f4", count=count, offset=offset).reshape(shape))
         offset += 4 * count
     return TrajectoryFeatures(*arrays)
 
@@ -132,6 +138,9 @@ class Position(NamedTuple):
 
     segment: int
     offset: int
+
+
+START = Position(0, 0)
 
 
 class Record(NamedTuple):
@@ -165,15 +174,6 @@ class SpoolCounters:
     num_unreadable: int = 0
 
 
-@dataclass
-class _Segment:
-    number: int
-    path: Path
-    num_bytes: int
-    num_records: int
-    started: float
-
-
 class TrajectorySpool:
     """A bounded first-in-first-out store of trajectories in a directory. Thread-safe.
 
@@ -203,7 +203,7 @@ class TrajectorySpool:
         except OSError as error:
             raise ConfigError(f"trajectory_spool={str(directory)!r} cannot be used: {error}") from error
         self.counters = SpoolCounters()
-        self._directory, self._clock = directory, clock
+        self.directory, self._clock = directory, clock
         self._max_bytes, self._max_age_s, self._segment_bytes = max_bytes, max_age_s, segment_bytes
         self._lock = threading.Lock()
         self._segments = [self._open(path) for path in sorted(directory.glob(f"*{_SUFFIX}"))]
@@ -226,6 +226,13 @@ class TrajectorySpool:
         with self._lock:
             return sum(segment.num_records for segment in self._segments)
 
+    @property
+    def end(self) -> Position:
+        """Behind the newest record on disk."""
+        with self._lock:
+            last = self._segments[-1] if self._segments else None
+            return START if last is None else Position(last.number, last.num_bytes)
+
     def put(self, trajectory: Trajectory) -> bool:
         """Hand over a trajectory without waiting; False (and counted) when the writer is behind."""
         try:
@@ -234,6 +241,10 @@ class TrajectorySpool:
             self.counters.dropped_full += 1
             return False
         return True
+
+    def take(self, trajectory: Trajectory) -> bool:
+        """Write a trajectory before returning, so that a kill does not lose it; False (and counted) when it failed."""
+        return self._write(trajectory)
 
     def flush(self) -> None:
         """Wait until everything handed over is on disk or counted as dropped."""
@@ -244,37 +255,71 @@ class TrajectorySpool:
         self._queue.put(None)
         self._writer.join()
 
-    def read(self, after: Position, max_records: int) -> list[Record]:
-        """Return the oldest records behind `after`, at most `max_records`; a damaged segment ends early.
+    def read(self, after: Position, max_records: int, max_bytes: int | None = None) -> list[Record]:
+        """Return the oldest records behind `after`; a damaged segment ends early.
 
         A record that is no trajectory is passed over: it must not keep back those behind it.
+
+        Args:
+            after: Position of the last record had; START for none.
+            max_records: Most records returned.
+            max_bytes: Most bytes they may have on disk, unless the first alone has more.
         """
         records: list[Record] = []
-        with self._lock:
-            segments = [segment for segment in self._segments if segment.number >= after.segment]
-        for segment in segments:
-            end = start = after.offset if segment.number == after.segment else 0
-            num_bytes = segment.num_bytes
-            for payload, end in _read_payloads(segment.path, start, num_bytes):
-                try:
-                    trajectory = Trajectory.from_bytes(payload)
-                except ValueError as error:
-                    self.counters.num_unreadable += 1
-                    logger.warning("a record is passed over path=%s offset=%d reason=%s", segment.path, end, error)
-                    continue
-                records.append(Record(trajectory, Position(segment.number, end)))
-                if len(records) == max_records:
-                    return records
-            if end < num_bytes:
-                self._cut(segment, end)
+        num_bytes = 0
+        for segment in self._segments_from(after):
+            with self._reading(segment, after) as reader:
+                while (size := reader.next_size()) is not None:
+                    num_bytes += size
+                    if records and (len(records) == max_records or (max_bytes is not None and num_bytes > max_bytes)):
+                        return records
+                    trajectory = self._parse(reader.read(size), segment)
+                    if trajectory is not None:
+                        records.append(Record(trajectory, Position(segment.number, reader.offset)))
         return records
 
-    def _cut(self, segment: _Segment, end: int) -> None:
-        """Give up what lies behind a damaged record."""
-        logger.warning("a spool segment is damaged, the rest is lost path=%s offset=%d", segment.path, end)
+    def record_ids(self) -> Iterator[str]:
+        """Yield the ids of the records on disk, oldest first."""
+        for segment in self._segments_from(START):
+            with self._reading(segment, START) as reader:
+                while (size := reader.next_size()) is not None:
+                    record_id = _record_id_in(reader.read_line(size))
+                    if record_id is not None:
+                        reader.skip(size)
+                        yield record_id
+                    elif (trajectory := self._parse(reader.read(size), segment)) is not None:
+                        yield trajectory.record_id
+
+    def _segments_from(self, position: Position) -> list[Segment]:
         with self._lock:
+            return [segment for segment in self._segments if segment.number >= position.segment]
+
+    @contextmanager
+    def _reading(self, segment: Segment, after: Position) -> Iterator[SegmentReader]:
+        """Read what lies behind a position; damage ends the block, and the segment."""
+        start = after.offset if segment.number == after.segment else 0
+        with SegmentReader(segment.path, start, segment.num_bytes) as reader:
+            try:
+                yield reader
+            except DamagedSegmentError as error:
+                self._cut(segment, reader.offset, error)
+
+    def _parse(self, payload: bytes, segment: Segment) -> Trajectory | None:
+        try:
+            return Trajectory.from_bytes(payload)
+        except ValueError as error:
+            self.counters.num_unreadable += 1
+            logger.warning("a record is passed over path=%s reason=%s", segment.path, error)
+            return None
+
+    def _cut(self, segment: Segment, end: int, error: DamagedSegmentError) -> None:
+        """Give up what lies behind a damaged record."""
+        with self._lock:
+            if segment not in self._segments:
+                return  # it was dropped while it was read
             self.counters.num_corrupt += 1
             segment.num_bytes = end
+        logger.warning(_DAMAGED, segment.path, end, error)
 
     def acknowledge(self, position: Position) -> None:
         """Delete the segments that end at or before `position`: their reader has them."""
@@ -294,38 +339,37 @@ class TrajectorySpool:
             if trajectory is None:
                 return
 
-    def _write(self, trajectory: Trajectory) -> None:
-        payload = trajectory.to_bytes()
-        record = _HEADER.pack(_MAGIC, len(payload), zlib.crc32(payload)) + payload
+    def _write(self, trajectory: Trajectory) -> bool:
+        payload = trajectory.to_buffers()
+        size = record_size(payload)
         with self._lock:
-            self._drop_old(len(record))
+            self._drop_old(size)
             try:
-                segment = self._segment_for(len(record))
-                _append(segment, record)
+                self._segment_for(size).append(payload)
             except OSError as error:
                 self.counters.dropped_disk += 1
                 if not self._is_disk_bad:
                     logger.warning("trajectories are lost, the spool cannot be written reason=%s", error)
                 self._is_disk_bad = True
                 self._starts_new = True
-                return
+                return False
             self._is_disk_bad = False
-            segment.num_bytes += len(record)
-            segment.num_records += 1
             self.counters.num_written += 1
+            return True
 
-    def _segment_for(self, num_bytes: int) -> _Segment:
+    def _segment_for(self, num_bytes: int) -> Segment:
         last = self._segments[-1] if self._segments else None
-        if last is not None and not self._starts_new and last.num_bytes + num_bytes <= self._segment_bytes:
-            return last
-        number = self._next_number
-        self._directory.mkdir(parents=True, exist_ok=True)
-        path = self._directory / f"{number:012d}{_SUFFIX}"
-        path.touch()
-        self._next_number += 1
+        if last is None or (last.num_bytes and (self._starts_new or last.num_bytes + num_bytes > self._segment_bytes)):
+            path = self.directory / f"{self._next_number:012d}{_SUFFIX}"
+            last = Segment(self._next_number, path, 0, 0, self._clock())
+            self._next_number += 1
+            self._segments.append(last)
+        if not last.num_bytes:  # perhaps one that failed before: a disk that stays full gets no more of them
+            self.directory.mkdir(parents=True, exist_ok=True)
+            last.path.touch()
+            last.started = self._clock()
         self._starts_new = False
-        self._segments.append(_Segment(number, path, 0, 0, self._clock()))
-        return self._segments[-1]
+        return last
 
     def _drop_old(self, num_new_bytes: int) -> None:
         now = self._clock()
@@ -334,7 +378,7 @@ class TrajectorySpool:
         while self._segments and sum(s.num_bytes for s in self._segments) + num_new_bytes > self._max_bytes:
             self.counters.dropped_bytes += self._remove(self._segments[0])
 
-    def _remove(self, segment: _Segment) -> int:
+    def _remove(self, segment: Segment) -> int:
         self._segments.remove(segment)
         try:
             segment.path.unlink(missing_ok=True)
@@ -342,41 +386,19 @@ class TrajectorySpool:
             logger.warning("a spool segment cannot be deleted path=%s reason=%s", segment.path, error)
         return segment.num_records
 
-    def _open(self, path: Path) -> _Segment:
-        """Index a segment of an earlier run; a damaged end is cut off, so that it can be appended to."""
-        ends = [0, *(end for _, end in _read_payloads(path, 0, path.stat().st_size))]
-        num_records, end = len(ends) - 1, ends[-1]
-        if end < path.stat().st_size:
+    def _open(self, path: Path) -> Segment:
+        segment, damage = open_segment(path)
+        if damage is not None:
             self.counters.num_corrupt += 1
-            logger.warning("a spool segment is damaged, the rest is lost path=%s offset=%d", path, end)
-            with path.open("r+b") as file:
-                file.truncate(end)
-        return _Segment(int(path.stem), path, end, num_records, path.stat().st_mtime)
+            logger.warning(_DAMAGED, path, segment.num_bytes, damage)
+        return segment
 
 
-def _append(segment: _Segment, record: bytes) -> None:
-    """Append a record; what a failed write leaves behind lies beyond the segment's end and is overwritten."""
-    with segment.path.open("r+b", buffering=0) as file:
-        file.seek(segment.num_bytes)
-        if file.write(record) < len(record):
-            raise OSError(errno.ENOSPC, "the disk is full")
-
-
-def _read_payloads(path: Path, start: int, end: int) -> Iterator[tuple[bytes, int]]:
-    """Yield payloads and the offsets behind them until the first that is damaged."""
+def _record_id_in(line: bytes) -> str | None:
+    """Return the id in the first line of a payload; None when it has none."""
     try:
-        with path.open("rb") as file:
-            file.seek(start)
-            while file.tell() < end:
-                header = file.read(_HEADER.size)
-                if len(header) < _HEADER.size:
-                    return
-                magic, size, checksum = _HEADER.unpack(header)
-                if magic != _MAGIC or size > _MAX_RECORD_BYTES:
-                    return
-                payload = file.read(size)
-                if len(payload) < size or zlib.crc32(payload) != checksum:
-                    return
-                yield payload, file.tell()
-    except OSError as error:
-        logger.warning("a spool segment cannot be read path=%s reason=%s", path, error)
+        fields = json.loads(line)
+    except ValueError:
+        return None
+    record_id = fields.get("record_id") if isinstance(fields, dict) else None
+    return record_id if isinstance(record_id, str) else None

@@ -129,6 +129,12 @@ class WeightStore:
         except FileNotFoundError as error:
             raise UnknownVersionError(f"version {version} is not in the store any more") from error
 
+    def find(self, idempotency_key: str) -> int | None:
+        """Return the version published with a key, also one removed since; None for none, or if it is damaged."""
+        with self._lock:
+            version = self._state.keys.get(idempotency_key) if idempotency_key else None
+            return None if version is None or directory_name(version) in self.damaged else version
+
     def verify(self, version: int) -> None:
         """Hash a version's files again; one that differs is in `damaged` from now on. Raises as `get`."""
         stored = self.get(version)
@@ -171,7 +177,7 @@ class WeightStore:
                 nothing is published, and the number is not used again.
         """
         with self._publishing:
-            known = self._known(publication.idempotency_key)
+            known = self.find(publication.idempotency_key)
             if known is not None:
                 return known
             base = self._base_of(publication)
@@ -235,11 +241,6 @@ class WeightStore:
             self._listeners.remove(listener)
 
     # ---- publishing ------------------------------------------------------------------------------------------
-
-    def _known(self, key: str) -> int | None:
-        with self._lock:
-            version = self._state.keys.get(key) if key else None
-            return None if version is None or directory_name(version) in self.damaged else version
 
     def _base_of(self, publication: Publication) -> StoredVersion | None:
         if publication.kind == "FULL":

@@ -19,6 +19,7 @@ from tests.versions import TARGET_DIGEST, tiny_drafter
 SERVICE = "/adaflash.v1.Trainer/"
 RECORD = pb.TrajectoryRecord(
     request_id="é",
+    record_id="record",
     token_ids=[1, 2, 300],
     num_prompt_tokens=1,
     rounds={"num_verified": [2, 3], "num_accepted": [1, 1]},

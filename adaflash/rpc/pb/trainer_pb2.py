@@ -26,45 +26,57 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x61\x64\x61\x66lash/v1/trainer.proto\x12\x0b\x61\x64\x61\x66lash.v1\"\x8d\x02\n\x10TrajectoryRecord\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0csample_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12)\n\x06rounds\x18\x05 \x01(\x0b\x32\x19.adaflash.v1.DecodeRounds\x12\x17\n\x0f\x64rafter_version\x18\x06 \x01(\x04\x12\x15\n\rtarget_digest\x18\x07 \x01(\t\x12\x13\n\x0btemperature\x18\x08 \x01(\x02\x12\x31\n\x08\x66\x65\x61tures\x18\t \x01(\x0b\x32\x1f.adaflash.v1.TrajectoryFeatures\":\n\x0c\x44\x65\x63odeRounds\x12\x14\n\x0cnum_verified\x18\x01 \x03(\r\x12\x14\n\x0cnum_accepted\x18\x02 \x03(\r\"t\n\x12TrajectoryFeatures\x12\x13\n\x0bsafetensors\x18\x01 \x01(\x0c\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x11\n\ttaps_size\x18\x04 \x01(\r\x12\x13\n\x0bhidden_size\x18\x05 \x01(\r\"\x89\x01\n\x1aSubmitTrajectoriesResponse\x12\x14\n\x0cnum_received\x18\x01 \x01(\x04\x12\x14\n\x0cnum_accepted\x18\x02 \x01(\x04\x12\x13\n\x0bnum_dropped\x18\x03 \x01(\x04\x12\x13\n\x0bnum_invalid\x18\x04 \x01(\x04\x12\x15\n\rfirst_invalid\x18\x05 \x01(\t\"C\n\x18SubscribeVersionsRequest\x12\x14\n\x0c\x66rom_version\x18\x01 \x01(\x04\x12\x11\n\tserver_id\x18\x02 \x01(\t\"\x9e\x02\n\x0bVersionInfo\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12&\n\x04kind\x18\x02 \x01(\x0e\x32\x18.adaflash.v1.VersionKind\x12\x19\n\x0c\x62\x61se_version\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x15\n\rtarget_digest\x18\x04 \x01(\t\x12\x18\n\x10layout_signature\x18\x05 \x01(\t\x12\x12\n\ntrain_step\x18\x06 \x01(\x04\x12\x11\n\tnum_bytes\x18\x07 \x01(\x04\x12\x15\n\rmanifest_size\x18\x08 \x01(\x04\x12\x17\n\x0fmanifest_sha256\x18\t \x01(\t\x12\x0e\n\x06is_bad\x18\n \x01(\x08\x12\x12\n\nbad_reason\x18\x0b \x01(\tB\x0f\n\r_base_version\"W\n\x13\x46\x65tchVersionRequest\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0c\n\x04\x66ile\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x11\n\tmax_bytes\x18\x04 \x01(\x04\"8\n\tFileChunk\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\r\n\x05\x63rc32\x18\x03 \x01(\x07\"\xdd\x01\n\x14ReportVersionRequest\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12(\n\x05\x65vent\x18\x03 \x01(\x0e\x32\x19.adaflash.v1.VersionEvent\x12\x19\n\x11\x61\x63\x63\x65ptance_length\x18\x04 \x01(\x02\x12\x12\n\nnum_rounds\x18\x05 \x01(\x04\x12\x1b\n\x13num_verified_tokens\x18\x06 \x01(\x04\x12\x1b\n\x13num_accepted_tokens\x18\x07 \x01(\x04\x12\x0e\n\x06reason\x18\x08 \x01(\t\"\x17\n\x15ReportVersionResponse\"\x19\n\x17GetTrainerStatusRequest\"\xac\x03\n\rTrainerStatus\x12\x17\n\x0fpackage_version\x18\x01 \x01(\t\x12\x15\n\rtarget_digest\x18\x02 \x01(\t\x12\x16\n\x0enewest_version\x18\x03 \x01(\x04\x12\x16\n\x0e\x61\x63tive_version\x18\x04 \x01(\x04\x12\x19\n\x11last_good_version\x18\x05 \x01(\x04\x12*\n\x08versions\x18\x06 \x03(\x0b\x32\x18.adaflash.v1.VersionInfo\x12\x38\n\x07\x64\x61maged\x18\x07 \x03(\x0b\x32\'.adaflash.v1.TrainerStatus.DamagedEntry\x12\x17\n\x0fnum_subscribers\x18\x08 \x01(\r\x12=\n\x0ctrajectories\x18\t \x01(\x0b\x32\'.adaflash.v1.SubmitTrajectoriesResponse\x12\x32\n\x07servers\x18\n \x03(\x0b\x32!.adaflash.v1.ReportVersionRequest\x1a.\n\x0c\x44\x61magedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*Z\n\x0bVersionKind\x12\x1c\n\x18VERSION_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11VERSION_KIND_FULL\x10\x01\x12\x16\n\x12VERSION_KIND_DELTA\x10\x02*\xcf\x01\n\x0cVersionEvent\x12\x1d\n\x19VERSION_EVENT_UNSPECIFIED\x10\x00\x12\x18\n\x14VERSION_EVENT_STAGED\x10\x01\x12\x19\n\x15VERSION_EVENT_REFUSED\x10\x02\x12\x18\n\x14VERSION_EVENT_CANARY\x10\x03\x12\x1b\n\x17VERSION_EVENT_ACTIVATED\x10\x04\x12\x1d\n\x19VERSION_EVENT_ROLLED_BACK\x10\x05\x12\x15\n\x11VERSION_EVENT_BAD\x10\x06\x32\xb4\x03\n\x07Trainer\x12^\n\x12SubmitTrajectories\x12\x1d.adaflash.v1.TrajectoryRecord\x1a\'.adaflash.v1.SubmitTrajectoriesResponse(\x01\x12V\n\x11SubscribeVersions\x12%.adaflash.v1.SubscribeVersionsRequest\x1a\x18.adaflash.v1.VersionInfo0\x01\x12J\n\x0c\x46\x65tchVersion\x12 .adaflash.v1.FetchVersionRequest\x1a\x16.adaflash.v1.FileChunk0\x01\x12V\n\rReportVersion\x12!.adaflash.v1.ReportVersionRequest\x1a\".adaflash.v1.ReportVersionResponse\x12M\n\tGetStatus\x12$.adaflash.v1.GetTrainerStatusRequest\x1a\x1a.adaflash.v1.TrainerStatusb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x61\x64\x61\x66lash/v1/trainer.proto\x12\x0b\x61\x64\x61\x66lash.v1\"\xa0\x02\n\x10TrajectoryRecord\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0csample_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12)\n\x06rounds\x18\x05 \x01(\x0b\x32\x19.adaflash.v1.DecodeRounds\x12\x17\n\x0f\x64rafter_version\x18\x06 \x01(\x04\x12\x15\n\rtarget_digest\x18\x07 \x01(\t\x12\x13\n\x0btemperature\x18\x08 \x01(\x02\x12\x31\n\x08\x66\x65\x61tures\x18\t \x01(\x0b\x32\x1f.adaflash.v1.TrajectoryFeatures\x12\x11\n\trecord_id\x18\n \x01(\t\":\n\x0c\x44\x65\x63odeRounds\x12\x14\n\x0cnum_verified\x18\x01 \x03(\r\x12\x14\n\x0cnum_accepted\x18\x02 \x03(\r\"t\n\x12TrajectoryFeatures\x12\x13\n\x0bsafetensors\x18\x01 \x01(\x0c\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x11\n\ttaps_size\x18\x04 \x01(\r\x12\x13\n\x0bhidden_size\x18\x05 \x01(\r\"\xa0\x01\n\x1aSubmitTrajectoriesResponse\x12\x14\n\x0cnum_received\x18\x01 \x01(\x04\x12\x14\n\x0cnum_accepted\x18\x02 \x01(\x04\x12\x13\n\x0bnum_dropped\x18\x03 \x01(\x04\x12\x13\n\x0bnum_invalid\x18\x04 \x01(\x04\x12\x15\n\rfirst_invalid\x18\x05 \x01(\t\x12\x15\n\rnum_duplicate\x18\x06 \x01(\x04\"C\n\x18SubscribeVersionsRequest\x12\x14\n\x0c\x66rom_version\x18\x01 \x01(\x04\x12\x11\n\tserver_id\x18\x02 \x01(\t\"\x9a\x03\n\x0bVersionInfo\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12&\n\x04kind\x18\x02 \x01(\x0e\x32\x18.adaflash.v1.VersionKind\x12\x19\n\x0c\x62\x61se_version\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x15\n\rtarget_digest\x18\x04 \x01(\t\x12\x18\n\x10layout_signature\x18\x05 \x01(\t\x12\x12\n\ntrain_step\x18\x06 \x01(\x04\x12\x11\n\tnum_bytes\x18\x07 \x01(\x04\x12\x15\n\rmanifest_size\x18\x08 \x01(\x04\x12\x17\n\x0fmanifest_sha256\x18\t \x01(\t\x12\x0e\n\x06is_bad\x18\n \x01(\x08\x12\x12\n\nbad_reason\x18\x0b \x01(\t\x12\x12\n\ncreated_at\x18\x0c \x01(\t\x12\x36\n\x07metrics\x18\r \x03(\x0b\x32%.adaflash.v1.VersionInfo.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0f\n\r_base_version\"W\n\x13\x46\x65tchVersionRequest\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0c\n\x04\x66ile\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x11\n\tmax_bytes\x18\x04 \x01(\x04\"8\n\tFileChunk\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\r\n\x05\x63rc32\x18\x03 \x01(\x07\"\xdd\x01\n\x14ReportVersionRequest\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12(\n\x05\x65vent\x18\x03 \x01(\x0e\x32\x19.adaflash.v1.VersionEvent\x12\x19\n\x11\x61\x63\x63\x65ptance_length\x18\x04 \x01(\x02\x12\x12\n\nnum_rounds\x18\x05 \x01(\x04\x12\x1b\n\x13num_verified_tokens\x18\x06 \x01(\x04\x12\x1b\n\x13num_accepted_tokens\x18\x07 \x01(\x04\x12\x0e\n\x06reason\x18\x08 \x01(\t\"\x17\n\x15ReportVersionResponse\"B\n\x16\x41\x63tivateVersionRequest\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x17\n\x0fidempotency_key\x18\x02 \x01(\t\"*\n\x17\x41\x63tivateVersionResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\"\x19\n\x17GetTrainerStatusRequest\"\x8d\x04\n\rTrainerStatus\x12\x17\n\x0fpackage_version\x18\x01 \x01(\t\x12\x15\n\rtarget_digest\x18\x02 \x01(\t\x12\x16\n\x0enewest_version\x18\x03 \x01(\x04\x12\x16\n\x0e\x61\x63tive_version\x18\x04 \x01(\x04\x12\x19\n\x11last_good_version\x18\x05 \x01(\x04\x12*\n\x08versions\x18\x06 \x03(\x0b\x32\x18.adaflash.v1.VersionInfo\x12\x38\n\x07\x64\x61maged\x18\x07 \x03(\x0b\x32\'.adaflash.v1.TrainerStatus.DamagedEntry\x12\x17\n\x0fnum_subscribers\x18\x08 \x01(\r\x12=\n\x0ctrajectories\x18\t \x01(\x0b\x32\'.adaflash.v1.SubmitTrajectoriesResponse\x12\x32\n\x07servers\x18\n \x03(\x0b\x32!.adaflash.v1.ReportVersionRequest\x12\x32\n\x04pins\x18\x0b \x03(\x0b\x32$.adaflash.v1.TrainerStatus.PinsEntry\x1a.\n\x0c\x44\x61magedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a+\n\tPinsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01*Z\n\x0bVersionKind\x12\x1c\n\x18VERSION_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11VERSION_KIND_FULL\x10\x01\x12\x16\n\x12VERSION_KIND_DELTA\x10\x02*\xcf\x01\n\x0cVersionEvent\x12\x1d\n\x19VERSION_EVENT_UNSPECIFIED\x10\x00\x12\x18\n\x14VERSION_EVENT_STAGED\x10\x01\x12\x19\n\x15VERSION_EVENT_REFUSED\x10\x02\x12\x18\n\x14VERSION_EVENT_CANARY\x10\x03\x12\x1b\n\x17VERSION_EVENT_ACTIVATED\x10\x04\x12\x1d\n\x19VERSION_EVENT_ROLLED_BACK\x10\x05\x12\x15\n\x11VERSION_EVENT_BAD\x10\x06\x32\x92\x04\n\x07Trainer\x12^\n\x12SubmitTrajectories\x12\x1d.adaflash.v1.TrajectoryRecord\x1a\'.adaflash.v1.SubmitTrajectoriesResponse(\x01\x12V\n\x11SubscribeVersions\x12%.adaflash.v1.SubscribeVersionsRequest\x1a\x18.adaflash.v1.VersionInfo0\x01\x12J\n\x0c\x46\x65tchVersion\x12 .adaflash.v1.FetchVersionRequest\x1a\x16.adaflash.v1.FileChunk0\x01\x12V\n\rReportVersion\x12!.adaflash.v1.ReportVersionRequest\x1a\".adaflash.v1.ReportVersionResponse\x12\\\n\x0f\x41\x63tivateVersion\x12#.adaflash.v1.ActivateVersionRequest\x1a$.adaflash.v1.ActivateVersionResponse\x12M\n\tGetStatus\x12$.adaflash.v1.GetTrainerStatusRequest\x1a\x1a.adaflash.v1.TrainerStatusb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'adaflash.rpc.pb.trainer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_VERSIONINFO_METRICSENTRY']._loaded_options = None
+  _globals['_VERSIONINFO_METRICSENTRY']._serialized_options = b'8\001'
   _globals['_TRAINERSTATUS_DAMAGEDENTRY']._loaded_options = None
   _globals['_TRAINERSTATUS_DAMAGEDENTRY']._serialized_options = b'8\001'
-  _globals['_VERSIONKIND']._serialized_start=1844
-  _globals['_VERSIONKIND']._serialized_end=1934
-  _globals['_VERSIONEVENT']._serialized_start=1937
-  _globals['_VERSIONEVENT']._serialized_end=2144
+  _globals['_TRAINERSTATUS_PINSENTRY']._loaded_options = None
+  _globals['_TRAINERSTATUS_PINSENTRY']._serialized_options = b'8\001'
+  _globals['_VERSIONKIND']._serialized_start=2219
+  _globals['_VERSIONKIND']._serialized_end=2309
+  _globals['_VERSIONEVENT']._serialized_start=2312
+  _globals['_VERSIONEVENT']._serialized_end=2519
   _globals['_TRAJECTORYRECORD']._serialized_start=43
-  _globals['_TRAJECTORYRECORD']._serialized_end=312
-  _globals['_DECODEROUNDS']._serialized_start=314
-  _globals['_DECODEROUNDS']._serialized_end=372
-  _globals['_TRAJECTORYFEATURES']._serialized_start=374
-  _globals['_TRAJECTORYFEATURES']._serialized_end=490
-  _globals['_SUBMITTRAJECTORIESRESPONSE']._serialized_start=493
-  _globals['_SUBMITTRAJECTORIESRESPONSE']._serialized_end=630
-  _globals['_SUBSCRIBEVERSIONSREQUEST']._serialized_start=632
-  _globals['_SUBSCRIBEVERSIONSREQUEST']._serialized_end=699
-  _globals['_VERSIONINFO']._serialized_start=702
-  _globals['_VERSIONINFO']._serialized_end=988
-  _globals['_FETCHVERSIONREQUEST']._serialized_start=990
-  _globals['_FETCHVERSIONREQUEST']._serialized_end=1077
-  _globals['_FILECHUNK']._serialized_start=1079
-  _globals['_FILECHUNK']._serialized_end=1135
-  _globals['_REPORTVERSIONREQUEST']._serialized_start=1138
-  _globals['_REPORTVERSIONREQUEST']._serialized_end=1359
-  _globals['_REPORTVERSIONRESPONSE']._serialized_start=1361
-  _globals['_REPORTVERSIONRESPONSE']._serialized_end=1384
-  _globals['_GETTRAINERSTATUSREQUEST']._serialized_start=1386
-  _globals['_GETTRAINERSTATUSREQUEST']._serialized_end=1411
-  _globals['_TRAINERSTATUS']._serialized_start=1414
-  _globals['_TRAINERSTATUS']._serialized_end=1842
-  _globals['_TRAINERSTATUS_DAMAGEDENTRY']._serialized_start=1796
-  _globals['_TRAINERSTATUS_DAMAGEDENTRY']._serialized_end=1842
-  _globals['_TRAINER']._serialized_start=2147
-  _globals['_TRAINER']._serialized_end=2583
+  _globals['_TRAJECTORYRECORD']._serialized_end=331
+  _globals['_DECODEROUNDS']._serialized_start=333
+  _globals['_DECODEROUNDS']._serialized_end=391
+  _globals['_TRAJECTORYFEATURES']._serialized_start=393
+  _globals['_TRAJECTORYFEATURES']._serialized_end=509
+  _globals['_SUBMITTRAJECTORIESRESPONSE']._serialized_start=512
+  _globals['_SUBMITTRAJECTORIESRESPONSE']._serialized_end=672
+  _globals['_SUBSCRIBEVERSIONSREQUEST']._serialized_start=674
+  _globals['_SUBSCRIBEVERSIONSREQUEST']._serialized_end=741
+  _globals['_VERSIONINFO']._serialized_start=744
+  _globals['_VERSIONINFO']._serialized_end=1154
+  _globals['_VERSIONINFO_METRICSENTRY']._serialized_start=1091
+  _globals['_VERSIONINFO_METRICSENTRY']._serialized_end=1137
+  _globals['_FETCHVERSIONREQUEST']._serialized_start=1156
+  _globals['_FETCHVERSIONREQUEST']._serialized_end=1243
+  _globals['_FILECHUNK']._serialized_start=1245
+  _globals['_FILECHUNK']._serialized_end=1301
+  _globals['_REPORTVERSIONREQUEST']._serialized_start=1304
+  _globals['_REPORTVERSIONREQUEST']._serialized_end=1525
+  _globals['_REPORTVERSIONRESPONSE']._serialized_start=1527
+  _globals['_REPORTVERSIONRESPONSE']._serialized_end=1550
+  _globals['_ACTIVATEVERSIONREQUEST']._serialized_start=1552
+  _globals['_ACTIVATEVERSIONREQUEST']._serialized_end=1618
+  _globals['_ACTIVATEVERSIONRESPONSE']._serialized_start=1620
+  _globals['_ACTIVATEVERSIONRESPONSE']._serialized_end=1662
+  _globals['_GETTRAINERSTATUSREQUEST']._serialized_start=1664
+  _globals['_GETTRAINERSTATUSREQUEST']._serialized_end=1689
+  _globals['_TRAINERSTATUS']._serialized_start=1692
+  _globals['_TRAINERSTATUS']._serialized_end=2217
+  _globals['_TRAINERSTATUS_DAMAGEDENTRY']._serialized_start=2126
+  _globals['_TRAINERSTATUS_DAMAGEDENTRY']._serialized_end=2172
+  _globals['_TRAINERSTATUS_PINSENTRY']._serialized_start=2174
+  _globals['_TRAINERSTATUS_PINSENTRY']._serialized_end=2217
+  _globals['_TRAINER']._serialized_start=2522
+  _globals['_TRAINER']._serialized_end=3052
 # @@protoc_insertion_point(module_scope)

@@ -36,7 +36,7 @@ VERSION_EVENT_ROLLED_BACK: VersionEvent
 VERSION_EVENT_BAD: VersionEvent
 
 class TrajectoryRecord(_message.Message):
-    __slots__ = ("request_id", "sample_index", "token_ids", "num_prompt_tokens", "rounds", "drafter_version", "target_digest", "temperature", "features")
+    __slots__ = ("request_id", "sample_index", "token_ids", "num_prompt_tokens", "rounds", "drafter_version", "target_digest", "temperature", "features", "record_id")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +46,7 @@ class TrajectoryRecord(_message.Message):
     TARGET_DIGEST_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
+    RECORD_ID_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     sample_index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -55,7 +56,8 @@ class TrajectoryRecord(_message.Message):
     target_digest: str
     temperature: float
     features: TrajectoryFeatures
-    def __init__(self, request_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., rounds: _Optional[_Union[DecodeRounds, _Mapping]] = ..., drafter_version: _Optional[int] = ..., target_digest: _Optional[str] = ..., temperature: _Optional[float] = ..., features: _Optional[_Union[TrajectoryFeatures, _Mapping]] = ...) -> None: ...
+    record_id: str
+    def __init__(self, request_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., rounds: _Optional[_Union[DecodeRounds, _Mapping]] = ..., drafter_version: _Optional[int] = ..., target_digest: _Optional[str] = ..., temperature: _Optional[float] = ..., features: _Optional[_Union[TrajectoryFeatures, _Mapping]] = ..., record_id: _Optional[str] = ...) -> None: ...
 
 class DecodeRounds(_message.Message):
     __slots__ = ("num_verified", "num_accepted")
@@ -80,18 +82,20 @@ class TrajectoryFeatures(_message.Message):
     def __init__(self, safetensors: _Optional[bytes] = ..., dtype: _Optional[str] = ..., num_tokens: _Optional[int] = ..., taps_size: _Optional[int] = ..., hidden_size: _Optional[int] = ...) -> None: ...
 
 class SubmitTrajectoriesResponse(_message.Message):
-    __slots__ = ("num_received", "num_accepted", "num_dropped", "num_invalid", "first_invalid")
+    __slots__ = ("num_received", "num_accepted", "num_dropped", "num_invalid", "first_invalid", "num_duplicate")
     NUM_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     NUM_DROPPED_FIELD_NUMBER: _ClassVar[int]
     NUM_INVALID_FIELD_NUMBER: _ClassVar[int]
     FIRST_INVALID_FIELD_NUMBER: _ClassVar[int]
+    NUM_DUPLICATE_FIELD_NUMBER: _ClassVar[int]
     num_received: int
     num_accepted: int
     num_dropped: int
     num_invalid: int
     first_invalid: str
-    def __init__(self, num_received: _Optional[int] = ..., num_accepted: _Optional[int] = ..., num_dropped: _Optional[int] = ..., num_invalid: _Optional[int] = ..., first_invalid: _Optional[str] = ...) -> None: ...
+    num_duplicate: int
+    def __init__(self, num_received: _Optional[int] = ..., num_accepted: _Optional[int] = ..., num_dropped: _Optional[int] = ..., num_invalid: _Optional[int] = ..., first_invalid: _Optional[str] = ..., num_duplicate: _Optional[int] = ...) -> None: ...
 
 class SubscribeVersionsRequest(_message.Message):
     __slots__ = ("from_version", "server_id")
@@ -102,7 +106,14 @@ class SubscribeVersionsRequest(_message.Message):
     def __init__(self, from_version: _Optional[int] = ..., server_id: _Optional[str] = ...) -> None: ...
 
 class VersionInfo(_message.Message):
-    __slots__ = ("version", "kind", "base_version", "target_digest", "layout_signature", "train_step", "num_bytes", "manifest_size", "manifest_sha256", "is_bad", "bad_reason")
+    __slots__ = ("version", "kind", "base_version", "target_digest", "layout_signature", "train_step", "num_bytes", "manifest_size", "manifest_sha256", "is_bad", "bad_reason", "created_at", "metrics")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     VERSION_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -114,6 +125,8 @@ class VersionInfo(_message.Message):
     MANIFEST_SHA256_FIELD_NUMBER: _ClassVar[int]
     IS_BAD_FIELD_NUMBER: _ClassVar[int]
     BAD_REASON_FIELD_NUMBER: _ClassVar[int]
+    CREATED_AT_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
     version: int
     kind: VersionKind
     base_version: int
@@ -125,7 +138,9 @@ class VersionInfo(_message.Message):
     manifest_sha256: str
     is_bad: bool
     bad_reason: str
-    def __init__(self, version: _Optional[int] = ..., kind: _Optional[_Union[VersionKind, str]] = ..., base_version: _Optional[int] = ..., target_digest: _Optional[str] = ..., layout_signature: _Optional[str] = ..., train_step: _Optional[int] = ..., num_bytes: _Optional[int] = ..., manifest_size: _Optional[int] = ..., manifest_sha256: _Optional[str] = ..., is_bad: bool = ..., bad_reason: _Optional[str] = ...) -> None: ...
+    created_at: str
+    metrics: _containers.ScalarMap[str, float]
+    def __init__(self, version: _Optional[int] = ..., kind: _Optional[_Union[VersionKind, str]] = ..., base_version: _Optional[int] = ..., target_digest: _Optional[str] = ..., layout_signature: _Optional[str] = ..., train_step: _Optional[int] = ..., num_bytes: _Optional[int] = ..., manifest_size: _Optional[int] = ..., manifest_sha256: _Optional[str] = ..., is_bad: bool = ..., bad_reason: _Optional[str] = ..., created_at: _Optional[str] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class FetchVersionRequest(_message.Message):
     __slots__ = ("version", "file", "offset", "max_bytes")
@@ -173,12 +188,26 @@ class ReportVersionResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class ActivateVersionRequest(_message.Message):
+    __slots__ = ("version", "idempotency_key")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    IDEMPOTENCY_KEY_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    idempotency_key: str
+    def __init__(self, version: _Optional[int] = ..., idempotency_key: _Optional[str] = ...) -> None: ...
+
+class ActivateVersionResponse(_message.Message):
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    def __init__(self, version: _Optional[int] = ...) -> None: ...
+
 class GetTrainerStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class TrainerStatus(_message.Message):
-    __slots__ = ("package_version", "target_digest", "newest_version", "active_version", "last_good_version", "versions", "damaged", "num_subscribers", "trajectories", "servers")
+    __slots__ = ("package_version", "target_digest", "newest_version", "active_version", "last_good_version", "versions", "damaged", "num_subscribers", "trajectories", "servers", "pins")
     class DamagedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -186,6 +215,13 @@ class TrainerStatus(_message.Message):
         key: str
         value: str
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class PinsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     PACKAGE_VERSION_FIELD_NUMBER: _ClassVar[int]
     TARGET_DIGEST_FIELD_NUMBER: _ClassVar[int]
     NEWEST_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -196,6 +232,7 @@ class TrainerStatus(_message.Message):
     NUM_SUBSCRIBERS_FIELD_NUMBER: _ClassVar[int]
     TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
     SERVERS_FIELD_NUMBER: _ClassVar[int]
+    PINS_FIELD_NUMBER: _ClassVar[int]
     package_version: str
     target_digest: str
     newest_version: int
@@ -206,4 +243,5 @@ class TrainerStatus(_message.Message):
     num_subscribers: int
     trajectories: SubmitTrajectoriesResponse
     servers: _containers.RepeatedCompositeFieldContainer[ReportVersionRequest]
-    def __init__(self, package_version: _Optional[str] = ..., target_digest: _Optional[str] = ..., newest_version: _Optional[int] = ..., active_version: _Optional[int] = ..., last_good_version: _Optional[int] = ..., versions: _Optional[_Iterable[_Union[VersionInfo, _Mapping]]] = ..., damaged: _Optional[_Mapping[str, str]] = ..., num_subscribers: _Optional[int] = ..., trajectories: _Optional[_Union[SubmitTrajectoriesResponse, _Mapping]] = ..., servers: _Optional[_Iterable[_Union[ReportVersionRequest, _Mapping]]] = ...) -> None: ...
+    pins: _containers.ScalarMap[str, int]
+    def __init__(self, package_version: _Optional[str] = ..., target_digest: _Optional[str] = ..., newest_version: _Optional[int] = ..., active_version: _Optional[int] = ..., last_good_version: _Optional[int] = ..., versions: _Optional[_Iterable[_Union[VersionInfo, _Mapping]]] = ..., damaged: _Optional[_Mapping[str, str]] = ..., num_subscribers: _Optional[int] = ..., trajectories: _Optional[_Union[SubmitTrajectoriesResponse, _Mapping]] = ..., servers: _Optional[_Iterable[_Union[ReportVersionRequest, _Mapping]]] = ..., pins: _Optional[_Mapping[str, int]] = ...) -> None: ...

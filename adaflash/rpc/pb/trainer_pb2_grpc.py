@@ -61,6 +61,11 @@ class TrainerStub(object):
                 request_serializer=adaflash_dot_v1_dot_trainer__pb2.ReportVersionRequest.SerializeToString,
                 response_deserializer=adaflash_dot_v1_dot_trainer__pb2.ReportVersionResponse.FromString,
                 _registered_method=True)
+        self.ActivateVersion = channel.unary_unary(
+                '/adaflash.v1.Trainer/ActivateVersion',
+                request_serializer=adaflash_dot_v1_dot_trainer__pb2.ActivateVersionRequest.SerializeToString,
+                response_deserializer=adaflash_dot_v1_dot_trainer__pb2.ActivateVersionResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/adaflash.v1.Trainer/GetStatus',
                 request_serializer=adaflash_dot_v1_dot_trainer__pb2.GetTrainerStatusRequest.SerializeToString,
@@ -77,7 +82,8 @@ class TrainerServicer(object):
     """
 
     def SubmitTrajectories(self, request_iterator, context):
-        """Hand over trajectories; the reply counts what became of them.
+        """Hand over trajectories; the reply counts what became of them, when those accepted are safe. One that is sent again
+        is recognised by its `record_id`, so that a stream that broke off can be sent again as a whole.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -100,6 +106,14 @@ class TrainerServicer(object):
 
     def ReportVersion(self, request, context):
         """What became of a version on a server.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ActivateVersion(self, request, context):
+        """Publish the weights of an older good version again, under a new and higher number, so that every server takes them
+        as it takes any other version.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -134,6 +148,11 @@ def add_TrainerServicer_to_server(servicer, server):
                     servicer.ReportVersion,
                     request_deserializer=adaflash_dot_v1_dot_trainer__pb2.ReportVersionRequest.FromString,
                     response_serializer=adaflash_dot_v1_dot_trainer__pb2.ReportVersionResponse.SerializeToString,
+            ),
+            'ActivateVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.ActivateVersion,
+                    request_deserializer=adaflash_dot_v1_dot_trainer__pb2.ActivateVersionRequest.FromString,
+                    response_serializer=adaflash_dot_v1_dot_trainer__pb2.ActivateVersionResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -254,6 +273,33 @@ class Trainer(object):
             '/adaflash.v1.Trainer/ReportVersion',
             adaflash_dot_v1_dot_trainer__pb2.ReportVersionRequest.SerializeToString,
             adaflash_dot_v1_dot_trainer__pb2.ReportVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ActivateVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/adaflash.v1.Trainer/ActivateVersion',
+            adaflash_dot_v1_dot_trainer__pb2.ActivateVersionRequest.SerializeToString,
+            adaflash_dot_v1_dot_trainer__pb2.ActivateVersionResponse.FromString,
             options,
             channel_credentials,
             insecure,

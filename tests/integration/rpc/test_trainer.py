@@ -80,11 +80,33 @@ def test_trajectories_arrive_unchanged_and_are_counted(tmp_path: Path, drafter: 
             status = await stub.GetStatus(pb.GetTrainerStatusRequest())
             assert status.trajectories == reply
         for record, taken in zip(sent[:3], sink.trajectories, strict=True):
-            assert record.to_bytes() == taken.to_bytes()
+            assert b"".join(record.to_buffers()) == b"".join(taken.to_buffers())
 
     run(scenario())
     assert trajectory_to_pb(sent[1]).features.dtype == "BF16"
     assert trajectory_to_pb(sent[2]).features.dtype == "F32"
+
+
+def test_what_is_sent_twice_is_taken_once_and_what_was_dropped_may_come_again(tmp_path: Path, drafter: Path) -> None:
+    records = [trajectory_to_pb(trajectory(index)) for index in range(4)]
+
+    async def scenario() -> None:
+        sink = ListSink(capacity=3)
+        async with training(tmp_path, drafter, sink) as trainer, trainer.stub() as stub:
+            reply = await stub.SubmitTrajectories(iter([*records, records[1]]))
+            assert (reply.num_received, reply.num_accepted, reply.num_dropped, reply.num_duplicate) == (5, 3, 1, 1)
+            sink.capacity = 100
+            replies = await asyncio.gather(*(stub.SubmitTrajectories(iter(records)) for _ in range(8)))
+            assert sum(reply.num_accepted for reply in replies) == 1
+            assert sum(reply.num_duplicate for reply in replies) == 31
+            status = await stub.GetStatus(pb.GetTrainerStatusRequest())
+            assert (status.trajectories.num_accepted, status.trajectories.num_duplicate) == (4, 32)
+        async with training(tmp_path, drafter, sink) as trainer, trainer.stub() as stub:
+            reply = await stub.SubmitTrajectories(iter(records))
+            assert (reply.num_accepted, reply.num_duplicate) == (0, 4)
+        assert [taken.request_id for taken in sink.trajectories] == ["r0", "r1", "r2", "r3"]
+
+    run(scenario())
 
 
 @pytest.mark.parametrize(
@@ -100,6 +122,8 @@ def test_trajectories_arrive_unchanged_and_are_counted(tmp_path: Path, drafter: 
         (lambda m: setattr(m, "drafter_version", 2**63), "drafter_version"),
         (lambda m: setattr(m, "target_digest", "other"), f"target_digest='other' .* {TARGET_DIGEST}"),
         (lambda m: setattr(m, "request_id", "x" * 300), "request_id"),
+        (lambda m: setattr(m, "record_id", "x" * 65), "record_id=.* 1 to 64 characters"),
+        (lambda m: m.ClearField("record_id"), "record_id=''"),
         (lambda m: setattr(m.features, "dtype", "F64"), "features.dtype='F64' .* one of F32, BF16"),
         (lambda m: setattr(m.features, "num_tokens", 3), "features.safetensors"),
         (lambda m: setattr(m.features, "num_tokens", 2**32 - 1), "features.safetensors"),
@@ -121,8 +145,8 @@ def test_an_invalid_trajectory_is_counted_by_reason_and_the_others_are_taken(
 
     async def scenario() -> None:
         async with training(tmp_path, drafter) as trainer, trainer.stub() as stub:
-            good = trajectory_to_pb(trajectory(1))
-            reply = await stub.SubmitTrajectories(iter([good, message, message, good]))
+            goods = [trajectory_to_pb(trajectory(1)) for _ in range(2)]
+            reply = await stub.SubmitTrajectories(iter([goods[0], message, message, goods[1]]))
             assert (reply.num_received, reply.num_accepted, reply.num_invalid) == (4, 2, 2)
             assert len(trainer.sink.trajectories) == 2
             with pytest.raises(AssertionError, match=words):

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,10 +10,9 @@ import numpy as np
 import pytest
 
 from adaflash.errors import ConfigError
-from adaflash.training import trajectories
-from adaflash.training.trajectories import Position, RoundCounts, Trajectory, TrajectoryFeatures, TrajectorySpool
+from adaflash.training.spool_segment import Segment
+from adaflash.training.trajectories import START, Position, RoundCounts, Trajectory, TrajectoryFeatures, TrajectorySpool
 
-START = Position(0, 0)
 RECORD_TOKENS = 40
 
 
@@ -41,10 +41,38 @@ def fill(spool: TrajectorySpool, *indices: int) -> None:
 def test_a_trajectory_comes_back_as_it_was():
     for with_features in (False, True):
         written = trajectory(1, with_features)
-        read = Trajectory.from_bytes(written.to_bytes())
+        read = Trajectory.from_bytes(b"".join(written.to_buffers()))
         assert replace(read, features=None) == replace(written, features=None)
         if with_features:
             assert all(map(np.array_equal, read.features, written.features))
+
+
+def test_every_trajectory_has_its_own_record_id():
+    assert len({trajectory(1).record_id for _ in range(1000)}) == 1000
+    assert {len(trajectory(1).record_id)} == {32}
+
+
+def test_a_record_of_before_there_were_record_ids_gets_the_same_one_at_each_read(tmp_path, monkeypatch):
+    spool = open_spool(tmp_path)
+    write = Trajectory.to_buffers
+    with monkeypatch.context() as patch:
+        patch.setattr(Trajectory, "to_buffers", lambda self: [re.sub(rb', "record_id": "\w*"', b"", write(self)[0])])
+        fill(spool, 1, 2)
+    first, second = list(spool.record_ids())
+    assert list(spool.record_ids()) == [first, second]
+    assert len({first, second}) == 2
+    assert ids(spool) == ["r1", "r2"]
+    spool.close()
+
+
+def test_a_trajectory_taken_is_on_disk_when_take_returns(tmp_path):
+    spool = open_spool(tmp_path)
+    taken = [trajectory(index) for index in range(20)]
+    for number, one in enumerate(taken, 1):
+        assert spool.take(one)
+        assert len(open_spool(tmp_path).read(START, 100)) == number
+    assert list(spool.record_ids()) == [one.record_id for one in taken]
+    spool.close()
 
 
 @pytest.mark.parametrize("payload", [b"", b"{}\n", b"[]\n", b"no json\n", b'{"shapes": [[9, 9]], "rounds": []}\n'])
@@ -128,6 +156,71 @@ def test_a_damaged_end_costs_the_records_behind_it_alone(tmp_path):
         spool.close()
 
 
+def test_a_read_is_bounded_in_bytes_and_makes_progress_all_the_same(tmp_path):
+    spool = open_spool(tmp_path)
+    fill(spool, *range(12))
+    size = spool.num_bytes // 12
+    assert len(spool.read(START, 100, 3 * size + size // 2)) == 3
+    position, read = START, []
+    while records := spool.read(position, 100, max_bytes=1):
+        assert len(records) == 1
+        read.append(records[0].trajectory.request_id)
+        position = records[0].end
+    assert read == [f"r{index}" for index in range(12)]
+    spool.close()
+
+
+def test_a_write_that_breaks_off_anywhere_leaves_what_was_there_and_is_overwritten(tmp_path, monkeypatch):
+    """Each part of a record may be cut at any byte, by a full disk or a kill."""
+    sizes = [len(buffer) for buffer in trajectory(1, with_features=True).to_buffers()]
+    for case, num_written in enumerate([0, 1, 12, 13, sizes[0], sizes[0] + 12, sum(sizes[:2]) + 12, sum(sizes) + 11]):
+        directory = tmp_path / str(case)
+        spool = open_spool(directory, segment_bytes=20_000)
+        fill(spool, 0)
+        segment = spool._segments[-1]
+        before = segment.num_bytes
+        with segment.path.open("r+b") as file:  # what a kill leaves
+            file.seek(before)
+            scratch = open_spool(tmp_path / f"{case}-scratch", segment_bytes=20_000)
+            assert scratch.take(trajectory(1, with_features=True))
+            file.write(scratch._segments[0].path.read_bytes()[:num_written])
+            scratch.close()
+        reopened = open_spool(directory, segment_bytes=20_000)
+        assert ids(reopened) == ["r0"]
+        assert reopened.counters.num_corrupt == (num_written > 0)
+        reopened.close()
+        fill(spool, 2)  # the one that was not killed goes on where it was
+        assert ids(spool) == ["r0", "r2"]
+        assert segment.path == spool._segments[-1].path
+        spool.close()
+
+
+def test_large_arrays_are_written_without_being_copied():
+    written = trajectory(1, with_features=True)
+    line, taps, hidden = written.to_buffers()
+    assert line.endswith(b"}\n")
+    assert np.shares_memory(np.frombuffer(taps, np.uint8), written.features.taps)
+    assert np.shares_memory(np.frombuffer(hidden, np.uint8), written.features.hidden)
+
+
+def test_arrays_of_any_layout_and_size_come_back(tmp_path):
+    rng = np.random.default_rng(0)
+    taps = rng.standard_normal((6, 39), np.float32).T
+    spool = open_spool(tmp_path)
+    for index, features in enumerate(
+        [
+            TrajectoryFeatures(taps, taps[:, ::2]),
+            TrajectoryFeatures(np.zeros((0, 6), np.float32), np.zeros((0, 2), np.float32)),
+            TrajectoryFeatures(taps.astype(">f4"), taps.astype(np.float64)),
+        ]
+    ):
+        assert spool.take(replace(trajectory(index), features=features))
+        read = spool.read(START, 10)[-1].trajectory.features
+        assert all(map(np.array_equal, read, features))
+        assert read.taps.shape == features.taps.shape
+    spool.close()
+
+
 def test_damage_while_running_is_counted_once(tmp_path):
     spool = open_spool(tmp_path)
     fill(spool, *range(12))
@@ -144,7 +237,7 @@ def test_a_record_that_is_whole_but_no_trajectory_is_passed_over(tmp_path, monke
     spool = open_spool(tmp_path)
     fill(spool, 0)
     with monkeypatch.context() as patch:  # as another release may have written it
-        patch.setattr(Trajectory, "to_bytes", lambda self: b'{"shapes": [], "rounds": [], "unknown": 1}\n')
+        patch.setattr(Trajectory, "to_buffers", lambda self: [b'{"shapes": [], "rounds": [], "unknown": 1}\n'])
         fill(spool, 1)
     fill(spool, 2)
     assert ids(spool) == ["r0", "r2"]
@@ -156,16 +249,18 @@ def test_a_record_that_is_whole_but_no_trajectory_is_passed_over(tmp_path, monke
 def test_a_full_disk_loses_trajectories_and_nothing_else(tmp_path, monkeypatch, caplog):
     spool = open_spool(tmp_path)
     fill(spool, 0)
-    write = trajectories._append
+    write = Segment.append
 
-    def full(segment, record):
+    def full(segment, payload):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(trajectories, "_append", full)
+    monkeypatch.setattr(Segment, "append", full)
     fill(spool, 1, 2)
-    assert spool.counters.dropped_disk == 2
+    assert not spool.take(trajectory(2))
+    assert spool.counters.dropped_disk == 3
     assert caplog.text.count("trajectories are lost") == 1
-    monkeypatch.setattr(trajectories, "_append", write)
+    assert len(list(tmp_path.iterdir())) <= 2, "a disk that stays full does not fill up with empty segments"
+    monkeypatch.setattr(Segment, "append", write)
     fill(spool, 3)
     assert ids(spool) == ["r0", "r3"]
     spool.close()
