@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import re
 import sys
@@ -14,6 +15,7 @@ from typing import NamedTuple, TypeAlias, cast
 from adaflash import __version__
 from adaflash.config import check_environment, suggest
 from adaflash.errors import AdaFlashError, ConfigError, RequestError
+from adaflash.training.trainer_config import TrainerConfig
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -33,6 +35,8 @@ COMMANDS = {
     "serve": Command("adaflash.cli.serve", "serve a model over gRPC"),
     "generate": Command("adaflash.cli.generate", "generate text from a prompt"),
     "demo": Command("adaflash.cli.demo", "show on the embedded model what speculative decoding does"),
+    "trainer": Command("adaflash.cli.trainer", "train a drafter on what servers generate"),
+    "train": Command("adaflash.cli.train", "train a drafter on a file of samples"),
     "bench": Command("adaflash.cli.bench", "measure throughput and latency"),
     "doctor": Command("adaflash.cli.doctor", "report the environment and which backends can run here"),
 }
@@ -74,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         return _usage_error(_describe_unknown(unknown, subparsers.choices[args.command].format_help()))
     try:
-        check_environment()
+        check_environment(further=[field.name for field in dataclasses.fields(TrainerConfig)])
         exit_code: int = importlib.import_module(COMMANDS[args.command].module).run(args)
     except (ConfigError, RequestError) as error:
         return _usage_error(str(error))
@@ -89,6 +93,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def serve_main() -> int:
     """Run `adaflash serve`: the entry point of `adaflash-serve`."""
     return main(["serve", *sys.argv[1:]])
+
+
+def trainer_main() -> int:
+    """Run `adaflash trainer`: the entry point of `adaflash-trainer`."""
+    return main(["trainer", *sys.argv[1:]])
 
 
 def _usage_error(message: str) -> int:

@@ -24,7 +24,7 @@ from tests.tiny_drafters import TinyDrafterBuilder
 from tests.training_setups import TrainingSetup
 
 NUM_STEPS = 24
-NUM_KILLS = 6
+NUM_KILLS = 4
 TIMEOUT_S = 240.0
 
 
