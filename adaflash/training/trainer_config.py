@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
-from adaflash.config import cache_dir, suggest
+from adaflash.config import MIN_TRAJECTORY_BYTES, cache_dir, suggest
 from adaflash.errors import ConfigError
 from adaflash.training.manifest import Kind
 
@@ -109,7 +109,9 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         self._check_types()
-        for name in ("lr", "length_head_lr", "max_grad_norm", "clip_nats", "clip_share", "decay_gamma"):
+        for name in ("lr", "length_head_lr"):
+            self._check(name, 0 < getattr(self, name) < math.inf, "> 0 and finite")
+        for name in ("max_grad_norm", "clip_nats", "clip_share", "decay_gamma"):
             self._check(name, getattr(self, name) > 0, "> 0")
         for name in ("max_epochs", "publish_interval_s", "spool_age_s"):
             self._check(name, getattr(self, name) > 0, "> 0")
@@ -121,8 +123,9 @@ class TrainerConfig:
         self._check("seed", 0 <= self.seed < 2**63, "in [0, 2^63)")
         for name in ("num_threads", "trajectories_per_step", "anchors_per_trajectory", "window_tokens", "window_bytes"):
             self._check(name, getattr(self, name) is None or getattr(self, name) >= 1, ">= 1")
-        for name in ("recency_tokens", "min_tokens", "keep_versions", "spool_bytes"):
+        for name in ("recency_tokens", "min_tokens", "keep_versions"):
             self._check(name, getattr(self, name) >= 1, ">= 1")
+        self._check("spool_bytes", self.spool_bytes >= MIN_TRAJECTORY_BYTES, f">= {MIN_TRAJECTORY_BYTES}")
         self._check("max_trajectory_tokens", self.max_trajectory_tokens >= 3, ">= 3")
 
     def _check_types(self) -> None:

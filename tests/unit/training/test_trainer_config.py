@@ -15,7 +15,9 @@ from adaflash.training.trainer_config import TrainerConfig
 @pytest.mark.parametrize(
     ("field", "value", "allowed"),
     [
-        ("lr", 0.0, "> 0"),
+        ("lr", 0.0, "> 0 and finite"),
+        ("lr", math.inf, "> 0 and finite"),
+        ("spool_bytes", 1000, ">= 8388608"),
         ("lr", math.nan, "a number"),
         ("lr", "1e-3", "a number"),
         ("alpha", 1.1, r"in \[0, 1\]"),
