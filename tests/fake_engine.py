@@ -37,28 +37,31 @@ class FakeRequest:
         self.num_produced = 0
         self.finish_reason: FinishReason | None = None
         self.ready = asyncio.Event()
+        self.ended = asyncio.Event()
+        self.num_taken = 0
         self._token_text = token_text
         self._num_prompt_tokens = num_prompt_tokens
-        self._num_taken = 0
 
     def produce(self) -> None:
         """Generate one token of every sample."""
         self.num_produced += 1
         if self.num_produced >= self.params.max_tokens:
             self.finish_reason = "length"
+            self.ended.set()
         self.ready.set()
 
     def stop(self) -> None:
         """End with finish_reason `abort`."""
         self.finish_reason = "abort"
+        self.ended.set()
         self.ready.set()
 
     async def take(self) -> RequestOutput:
         """Wait for and return everything produced since the last call."""
         await self.ready.wait()
         self.ready.clear()
-        new = list(range(self._num_taken, self.num_produced))
-        self._num_taken = self.num_produced
+        new = list(range(self.num_taken, self.num_produced))
+        self.num_taken = self.num_produced
         outputs = [self._completion(index, new) for index in range(self.params.n)]
         usage = Usage(self._num_prompt_tokens, 0, self.num_produced * self.params.n)
         stats = SpeculationStats("fixed", self.num_produced, 4, 3, 2, self.num_produced, (1,))
@@ -82,6 +85,7 @@ class FakeEngine:
         token_text: What every token's text starts with.
         max_output_tokens: End of a request whatever it asks.
         failure: Raised instead of generating.
+        tokens_before_gate: A request with so many tokens waits until `gate` is set; None opens it from the start.
     """
 
     def __init__(
@@ -91,6 +95,7 @@ class FakeEngine:
         token_text: str = " ",
         max_output_tokens: int = MAX_MODEL_LEN,
         failure: Exception | None = None,
+        tokens_before_gate: int | None = None,
     ) -> None:
         self.running: dict[str, FakeRequest] = {}
         self.params_seen: list[SamplingParams] = []
@@ -104,6 +109,10 @@ class FakeEngine:
         self._token_text = token_text
         self._max_output_tokens = max_output_tokens
         self._draining = False
+        self._tokens_before_gate = tokens_before_gate or 0
+        self.gate = asyncio.Event()
+        if tokens_before_gate is None:
+            self.gate.set()
 
     @property
     def info(self) -> EngineInfo:
@@ -207,6 +216,8 @@ class FakeEngine:
 
     async def _produce(self, request: FakeRequest) -> None:
         while request.finish_reason is None:
+            if request.num_produced >= self._tokens_before_gate:
+                await self.gate.wait()
             await asyncio.sleep(self._token_delay_s)
             if request.finish_reason is None:
                 request.produce()

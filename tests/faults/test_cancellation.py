@@ -122,7 +122,8 @@ def test_a_killed_client_process_aborts_its_requests():
 
 def test_stopping_the_server_aborts_what_runs():
     async def scenario():
-        async with serving(FakeEngine(token_delay_s=STEP_S)) as served:
+        # One token: gRPC tells a client how a call ended only after it has read all that came before.
+        async with serving(FakeEngine(tokens_before_gate=1)) as served:
             channel = grpc.aio.insecure_channel(served.address)
             stub = generate_pb2_grpc.GenerationStub(channel)
             call = stub.GenerateStream(pb.GenerateRequest(text="a", sampling_params={"max_tokens": 4000}))
@@ -130,6 +131,7 @@ def test_stopping_the_server_aborts_what_runs():
             await served.server.stop()
             assert await call.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
             await eventually(lambda: not served.engine.running)
+            assert served.engine.num_aborted == 1
             await channel.close()
 
     run(scenario())

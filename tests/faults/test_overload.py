@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import asyncio
+import itertools
 import logging
 
 import grpc
@@ -16,7 +17,7 @@ from tests.serving import eventually, run, serving
 
 def test_overload_is_refused_with_a_retry_hint_and_loses_no_accepted_request():
     async def scenario():
-        engine = FakeEngine(token_delay_s=0.01, max_num_requests=8)
+        engine = FakeEngine(max_num_requests=8, tokens_before_gate=0)
         async with serving(engine) as served:
             params = SamplingParams(max_tokens=30)
 
@@ -26,13 +27,14 @@ def test_overload_is_refused_with_a_retry_hint_and_loses_no_accepted_request():
                 except CapacityError as error:
                     return error
 
-            results = await asyncio.gather(*(one() for _ in range(80)))
-            refused = [result for result in results if isinstance(result, CapacityError)]
-            finished = [result for result in results if not isinstance(result, CapacityError)]
-            assert len(finished) == engine.num_finished >= 8
-            assert len(refused) >= 60
+            replies = asyncio.as_completed([asyncio.create_task(one()) for _ in range(80)])
+            refused = [await reply for reply in itertools.islice(replies, 72)]  # The gate lets nothing finish yet.
+            assert {(type(error), error.retry_after_s) for error in refused} == {(CapacityError, 0.25)}
+            assert len(engine.running) == 8
+            engine.gate.set()
+            finished = [await reply for reply in replies]
+            assert len(finished) == engine.num_finished == 8
             assert all(output.outputs[0].token_ids == list(range(30)) for output in finished)
-            assert {error.retry_after_s for error in refused} == {0.25}
             await served.client.generate("a", params)
 
     run(scenario())
@@ -104,14 +106,17 @@ async def _read_to_the_end(call) -> None:
 
 def test_a_client_slower_than_the_engine_gets_everything_in_fewer_messages():
     async def scenario():
-        engine = FakeEngine(token_delay_s=0.001, token_text="x" * 20_000)
-        async with serving(engine, max_stream_buffer_bytes=10**7, stream_stall_timeout_s=5.0) as served:
-            deltas = []
-            async for delta in served.client.generate_stream("a", SamplingParams(max_tokens=1000)):
-                deltas.append(delta._replace(outputs=[len(delta.outputs[0].token_ids)]))
-                await asyncio.sleep(0.05 if len(deltas) < 20 else 0)
-            assert sum(delta.outputs[0] for delta in deltas) == 1000
+        # 20 MB, of which a client's receive window takes some 6 MB: 300 messages of one token.
+        engine = FakeEngine(token_text="x" * 20_000)
+        async with serving(engine, max_stream_buffer_bytes=10**7, stream_stall_timeout_s=1000.0) as served:
+            stream = served.client.generate_stream("a", SamplingParams(max_tokens=1000))
+            deltas = [await anext(stream)]
+            (request,) = engine.running.values()
+            await request.ended.wait()
+            assert request.num_taken < 1000, "the server holds no more than the client's window and a message"
+            deltas += [delta async for delta in stream]
+            assert [token for delta in deltas for token in delta.outputs[0].token_ids] == list(range(1000))
             assert len(deltas) < 900, "what could not be sent was merged"
-            assert deltas[-1].finished
+            assert [delta.finished for delta in deltas[-2:]] == [False, True]
 
     run(scenario())
