@@ -136,9 +136,10 @@ def _bench_server(
 def _show_table(summaries: Sequence[PolicySummary], console: Console) -> None:
     from rich.table import Table
 
-    table = Table(title="medians (range over rounds)", title_justify="left", box=None, padding=(0, 1), pad_edge=False)
+    # One space between columns: then the largest figures fit in the 80 columns of a terminal, a pipe or a log.
+    table = Table(title="medians (range over rounds)", title_justify="left", box=None, padding=(0, 1, 0, 0))
     for heading in ("load", "policy", "tok/s", "speedup", "tok/fwd", "verified", "TTFT", "ms/tok", "same"):
-        table.add_column(heading, no_wrap=True)
+        table.add_column(heading, overflow="fold")
     for summary in summaries:
         ratio = summary.speedup
         table.add_row(

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from adaflash.cli import bench, environment
 from adaflash.cli.bench_server import bench_server
 from adaflash.cli.main import main
-from adaflash.cli.measure import BenchRequest, PassResult, summarize
+from adaflash.cli.measure import BenchRequest, PassResult, PolicySummary, Spread, summarize
 from adaflash.request import SamplingParams
 from tests.engines import TinySetup
 from tests.serving import run, serving
@@ -54,6 +56,42 @@ def test_sampled_output_is_the_same_under_every_policy(tiny_flags: list[str], tm
 def test_table_goes_to_stdout_without_json(tiny_flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*tiny_flags, "--policies", "off", "--domain", "code"]) == 0
     assert "speedup" in capsys.readouterr().out
+
+
+LONGEST = PolicySummary(
+    policy="length_head",
+    concurrency=1024,
+    num_rounds=3,
+    num_output_tokens=1,
+    tokens_per_s=Spread(12345.6, 12345.6, 12345.6),
+    speedup=Spread(1.85, 1.71, 1.98),
+    identical=False,
+    ttft_s=Spread(123.45, 123.45, 123.45),
+    token_interval_s=Spread(1.2345, 1.2345, 1.2345),
+    acceptance_length=3.21,
+    verified_per_round=15.12,
+    num_verified_tokens=1,
+    num_accepted_tokens=1,
+    num_cached_tokens=0,
+)
+HEADINGS = ["load", "policy", "tok/s", "speedup", "tok/fwd", "verified", "TTFT", "ms/tok", "same"]
+FIGURES = ["1024", "length_head", "12345.6", "1.85", "(1.71-1.98)", "3.21", "15.12", "123.45s", "1234.5", "NO"]
+
+
+def _table_lines(width: int) -> list[str]:
+    file = io.StringIO()
+    bench._show_table([LONGEST], Console(file=file, width=width))
+    return file.getvalue().splitlines()[1:]  # Without the title.
+
+
+def test_the_table_fits_in_80_columns() -> None:
+    assert [line.split() for line in _table_lines(80)] == [HEADINGS, FIGURES]
+
+
+def test_in_a_narrow_terminal_the_table_is_folded_and_not_cut() -> None:
+    lines = _table_lines(45)
+    assert len(lines) > 2
+    assert sorted("".join(lines).replace(" ", "")) == sorted("".join(HEADINGS + FIGURES))
 
 
 def test_differing_tokens_exit_with_1(tiny_flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
