@@ -10,10 +10,11 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ParamSpec
 
 import numpy as np
-from numba import njit, types
+from numba import config, njit, types
 from numba.extending import intrinsic
 
 logger = logging.getLogger(__name__)
@@ -36,20 +37,44 @@ def compiled(signature: str, fastmath: frozenset[str] = frozenset()) -> Callable
     def compile_kernel(kernel: Kernel[P]) -> Kernel[P]:
         options = {"fastmath": set(fastmath), "error_model": "numpy"}
         try:
-            decorated: Kernel[P] = njit(signature, cache=True, **options)(kernel)
+            decorated = njit(signature, cache=True, **options)(kernel)
         except RuntimeError as error:  # What numba raises when neither the package nor the home can be written.
             if "cannot cache function" not in str(error):
                 raise
-            _warn_once()
+            _warn_uncached("no folder can be written")
             decorated = njit(signature, **options)(kernel)
-        return decorated
+        except OSError as error:  # The folder can be written, the kernel's file cannot: a full disk, another owner.
+            _warn_uncached(str(error.strerror))
+            decorated = njit(signature, **options)(kernel)
+        else:
+            _check_folder(decorated.stats.cache_path)
+        typed: Kernel[P] = decorated
+        return typed
 
     return compile_kernel
 
 
+def _check_folder(used: str) -> None:
+    """Say so when numba passed over the folder it was given, which it does without a word."""
+    if config.CACHE_DIR and not Path(used).is_relative_to(config.CACHE_DIR):
+        _warn_elsewhere(config.CACHE_DIR)
+
+
+@functools.cache  # One warning, not one for each kernel.
+def _warn_uncached(reason: str) -> None:
+    logger.warning(
+        "compiled kernels cannot be cached and are compiled at every start: "
+        "set NUMBA_CACHE_DIR to a folder that can be written reason=%r",
+        reason,
+    )
+
+
 @functools.cache
-def _warn_once() -> None:
-    logger.warning("compiled kernels cannot be cached and are compiled at every start: set NUMBA_CACHE_DIR")
+def _warn_elsewhere(folder: str) -> None:
+    logger.warning(
+        "NUMBA_CACHE_DIR cannot be written and has no effect: set it to a folder that can be, or unset it folder=%r",
+        folder,
+    )
 
 
 def _pointer(dtype: Any) -> Any:
