@@ -16,13 +16,15 @@ from adaflash.errors import ConfigError
 def reserve_ports(config: ServerConfig) -> Iterator[None]:
     """Hold the ports that `config` names until the block ends; nothing listens on them, so clients are refused.
 
+    For port 0 any port is held: that shows whether the host can be bound; the server picks its own later.
+
     Raises:
         ConfigError: A port is taken, or the host cannot be bound.
     """
     with ExitStack() as stack:
         for field in ("grpc_port", "metrics_port"):
             port = getattr(config, field)
-            if port:
+            if port is not None:
                 _reserve(config.host, field, port, stack)
         yield
 

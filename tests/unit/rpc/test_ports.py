@@ -69,13 +69,14 @@ def test_a_name_of_several_addresses_can_be_reserved_where_some_do_not_exist(mon
         other.bind(here)
 
 
+@pytest.mark.parametrize("is_port_picked", [False, True])
 @pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
-def test_a_host_that_cannot_be_bound_is_named(host):
-    (port,) = _free_ports(1)
+def test_a_host_that_cannot_be_bound_is_named(host, is_port_picked):
+    port = 0 if is_port_picked else _free_ports(1)[0]
     with pytest.raises(ConfigError, match=f"host='{host}'"), reserve_ports(ServerConfig(host=host, grpc_port=port)):
         pass
 
 
-def test_ports_to_be_picked_need_no_reservation():
-    with reserve_ports(ServerConfig(grpc_port=0, metrics_port=0)):
+def test_ports_to_be_picked_do_not_clash():
+    with reserve_ports(ServerConfig(grpc_port=0, metrics_port=0)), reserve_ports(ServerConfig(grpc_port=0)):
         pass
