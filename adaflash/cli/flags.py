@@ -32,6 +32,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "shutdown_timeout_s": ("shutdown_timeout",),
     "shutdown_grace_period_s": ("grpc_shutdown_grace_period",),
 }
+_NONE = ("none", "null")
 
 
 class FieldType:
@@ -63,16 +64,21 @@ class FieldType:
     @property
     def name(self) -> str:
         """The type as a user reads it."""
+        return self._name_when_given + (" or none" if self.is_optional else "")
+
+    @property
+    def _name_when_given(self) -> str:
         if self.choices:
             return "one of " + ", ".join(self.choices)
         names = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
         if self.item_type is not None:
             return f"a list, each item {names[self.item_type]}"
-        return names.get(self._options[0], "a JSON object") if isinstance(self._options[0], type) else "a JSON object"
+        # A mapping's hint is an alias such as dict[int, float], which is in no table of types.
+        return names.get(self._options[0], 'a JSON object such as {"5": -1.5}')
 
     def parse(self, text: str) -> object:
         """Return the value `text` spells; raises ValueError saying what is allowed."""
-        if self.is_optional and text.lower() in ("none", "null"):
+        if self.is_optional and text.lower() in _NONE:
             return None
         if self.is_bool:
             return _parse_bool(text)
@@ -91,14 +97,14 @@ class FieldType:
             raise ValueError(f"must be {self.name}") from None
 
     def _parse_mapping(self, text: str) -> dict[int, float]:
-        values = json.loads(text)
-        if not isinstance(values, dict):
-            raise ValueError(f"must be {self.name}")
-        return {int(key): float(value) for key, value in values.items()}
+        try:
+            return {int(key): float(value) for key, value in json.loads(text).items()}
+        except (ValueError, TypeError, AttributeError):  # No JSON, no such keys or values, no object.
+            raise ValueError(f"must be {self.name}") from None
 
     def check(self, value: object) -> object:
         """Return a value that came typed, e.g. from YAML; raises ValueError when it is of another type."""
-        if value is None and self.is_optional:
+        if self.is_optional and (value is None or (isinstance(value, str) and value.lower() in _NONE)):
             return None
         if self.choices:
             valid = value in self.choices
@@ -146,15 +152,24 @@ class Flag:
         return ["--" + name.replace("_", "-") for name in self.names]
 
 
-def flags_of(config_class: type[Any], skip: Iterable[str] = ()) -> list[Flag]:
-    """Return the flags of a config dataclass, in the order of its fields."""
+def flags_of(
+    config_class: type[Any], skip: Iterable[str] = (), defaults: Mapping[str, object] | None = None
+) -> list[Flag]:
+    """Return the flags of a config dataclass, in the order of its fields.
+
+    Args:
+        config_class: The dataclass.
+        skip: Fields that are no flags here.
+        defaults: What a command uses instead of a field's own default, by field; shown in the help.
+    """
     hints = get_type_hints(config_class)
     docs = attribute_docs(config_class)
     flags = []
     for field in dataclasses.fields(config_class):
         if field.name not in skip:
-            default = "" if field.default in (None, dataclasses.MISSING) else f" (default: {field.default})"
-            flags.append(Flag(field.name, FieldType(hints[field.name]), docs[field.name] + default))
+            default = (defaults or {}).get(field.name, field.default)
+            shown = "" if default in (None, dataclasses.MISSING) else f" (default: {default})"
+            flags.append(Flag(field.name, FieldType(hints[field.name]), docs[field.name] + shown))
     return flags
 
 

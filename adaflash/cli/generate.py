@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from adaflash.rpc.client import ClientTls
 
 # A prompt on a terminal asks for more than the 16 tokens an API call gets.
-DEFAULT_MAX_TOKENS = 256
+_DEFAULTS = {"max_tokens": 256}
 # `--seed` is the request's here.
 _ENGINE_SKIP = ("seed",)
 
@@ -35,7 +35,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "generate",
         help="generate text from a prompt",
         description="Stream the continuation of a prompt to stdout, from a server when --address is given, else from "
-        f"an engine loaded in this process. --max-tokens is {DEFAULT_MAX_TOKENS} unless given.",
+        "an engine loaded in this process.",
     )
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="the prompt; - or nothing reads stdin")
     parser.add_argument("--chat", action="store_true", help="send the prompt as a user's message")
@@ -49,7 +49,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     client.add_argument("--ssl-certfile", metavar="FILE", help="PEM certificate to present; needs --tls")
     client.add_argument("--ssl-keyfile", metavar="FILE", help="PEM key of the certificate; needs --tls")
     client.add_argument("--timeout", metavar="S", type=float, help="seconds the request may take")
-    add_flags(parser, "sampling", flags_of(SamplingParams))
+    add_flags(parser, "sampling", flags_of(SamplingParams, defaults=_DEFAULTS))
     add_flags(parser, "engine, without --address", flags_of(EngineConfig, skip=_ENGINE_SKIP))
 
 
@@ -76,7 +76,7 @@ def prompt_from(args: argparse.Namespace) -> Prompt:
 
 def params_from(args: argparse.Namespace) -> SamplingParams:
     """Return the sampling parameters of the command line."""
-    given = {"max_tokens": DEFAULT_MAX_TOKENS, **given_flags(args, flags_of(SamplingParams))}
+    given = {**_DEFAULTS, **given_flags(args, flags_of(SamplingParams))}
     return SamplingParams(**given)  # type: ignore[arg-type]  # the flags parsed them, the fields validate themselves
 
 

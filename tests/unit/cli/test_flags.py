@@ -75,6 +75,7 @@ def test_command_line_beats_environment_beats_file_beats_default(tmp_path):
         ("- a\n- b", "must hold"),
         ("a: [", "cannot be read"),
         ("shutdown-timeout-s: soon", "must be a number"),
+        ("max-model-len: nnone", "max-model-len='nnone' is invalid: must be an integer or none"),
     ],
 )
 def test_a_bad_config_file_is_refused_by_name(tmp_path, content, message):
@@ -89,9 +90,10 @@ def test_a_missing_config_file_is_named():
         _configs(["--config", "/nowhere.yaml"])
 
 
-def test_null_in_a_config_file_means_none(tmp_path):
+@pytest.mark.parametrize("none", ["null", "none", "None"])
+def test_null_and_none_in_a_config_file_mean_none(tmp_path, none):
     path = tmp_path / "config.yaml"
-    path.write_text("max-model-len: null\nstream-stall-timeout-s: 5\n")
+    path.write_text(f"max-model-len: {none}\nstream-stall-timeout-s: 5\n")
     engine, server = _configs(["--config", str(path)])
     assert engine.max_model_len is None
     assert server.stream_stall_timeout_s == 5

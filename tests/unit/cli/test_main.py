@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
+import argparse
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 
+from adaflash.cli import generate
 from adaflash.cli.main import COMMANDS, main
 
 
@@ -17,6 +20,7 @@ from adaflash.cli.main import COMMANDS, main
         (["serve", "--max-num-seqs", "0"], "max_num_seqs=0 is invalid"),
         (["serve", "model", "extra"], "unexpected argument 'extra'"),
         (["serve", "--ssl-certfile", "/nowhere"], "ssl_certfile and ssl_keyfile go together"),
+        (["serve", "--host", "192.0.2.1", "--grpc-port", "0", "--model", "/nowhere"], "host='192.0.2.1' is invalid"),
         (["generate", "hi", "--temperature", "-1"], "temperature=-1.0 is invalid"),
         (["generate", "hi", "--system", "s"], "--system has no effect without --chat"),
         (["generate", "hi", "--address", "localhost:1", "--dtype", "float32"], "dtype has no effect with --address"),
@@ -40,6 +44,36 @@ def test_a_value_of_the_wrong_type_exits_with_2(argv, capsys):
     with pytest.raises(SystemExit) as exit_info:
         main(argv)
     assert exit_info.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "allowed"),
+    [
+        ("--max-tokens", "nnone", "must be an integer or none"),
+        ("--max-num-seqs", "x", "must be an integer"),
+        ("--min-p", "x", "must be a number"),
+        *(
+            ("--logit-bias", text, 'must be a JSON object such as {"5": -1.5} or none')
+            for text in ("x", "[]", '{"a": 1}')
+        ),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_answered_with_what_is_allowed(flag, text, allowed, capsys):
+    with pytest.raises(SystemExit):
+        main(["generate", "hi", flag, text])
+    assert f"argument {flag}" in (err := capsys.readouterr().err)
+    assert err.rstrip().endswith(f"{text!r} is invalid: {allowed}")
+
+
+def test_help_of_generate_shows_the_limit_that_generate_uses(capsys):
+    parser = argparse.ArgumentParser()
+    generate.add_parser(parser.add_subparsers())
+    params = generate.params_from(parser.parse_args(["generate", "hi"]))
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    (shown,) = re.findall(r"--max-tokens TOKENS\s[^-]*\(default:\s+(\d+)\)", capsys.readouterr().out)
+    assert int(shown) == params.max_tokens
+    assert generate.params_from(parser.parse_args(["generate", "hi", "--max-tokens", "none"])).max_tokens is None
 
 
 def test_an_unreachable_server_exits_with_1(capsys):
