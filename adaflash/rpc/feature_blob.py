@@ -48,11 +48,12 @@ def features_from_pb(message: pb.TrajectoryFeatures) -> TrajectoryFeatures:
     except ValueError as error:
         raise RequestError(f"{FIELD}.safetensors", f"{len(data)} bytes", f"a safetensors file ({error})") from error
     taps_end, end = (header_end + expected[name]["data_offsets"][1] for name in ("taps", "hidden"))
+    view = memoryview(data)
     if header != expected or len(data) != end:
         allowed = f"a safetensors file of {end - header_end} bytes behind the header {expected}"
         raise RequestError(f"{FIELD}.safetensors", f"{len(data)} bytes", allowed)
-    taps = _from_bytes(data[header_end:taps_end], message.dtype).reshape(message.num_tokens, message.taps_size)
-    hidden = _from_bytes(data[taps_end:], message.dtype).reshape(message.num_tokens, message.hidden_size)
+    taps = _from_bytes(view[header_end:taps_end], message.dtype).reshape(message.num_tokens, message.taps_size)
+    hidden = _from_bytes(view[taps_end:], message.dtype).reshape(message.num_tokens, message.hidden_size)
     if not (np.isfinite(taps).all() and np.isfinite(hidden).all()):
         raise RequestError(f"{FIELD}.safetensors", "NaN or infinity", "finite everywhere")
     return TrajectoryFeatures(taps, hidden)
@@ -71,11 +72,12 @@ def _are_bfloat16(array: FeatureArray) -> bool:
     return not (array.view("<u4") & 0xFFFF).any()
 
 
-def _to_bytes(array: FeatureArray, dtype: str) -> bytes:
-    return array.tobytes() if dtype == "F32" else (array.view("<u4") >> 16).astype("<u2").tobytes()
+def _to_bytes(array: FeatureArray, dtype: str) -> memoryview:
+    values = array if dtype == "F32" else (array.view("<u4") >> 16).astype("<u2")
+    return values.reshape(-1).view(np.uint8).data
 
 
-def _from_bytes(data: bytes, dtype: str) -> npt.NDArray[np.float32]:
+def _from_bytes(data: memoryview, dtype: str) -> npt.NDArray[np.float32]:
     if dtype == "F32":
         return np.frombuffer(data, "<f4")
     return (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")

@@ -134,7 +134,7 @@ class VersionClient:
     async def start(self) -> None:
         """Begin, in the running event loop."""
         self._loop = asyncio.get_running_loop()
-        self._channel = _open_channel(self._trainer, self._retry, self._timeouts.connect_s)
+        self._channel = open_channel(self._trainer, self._retry, self._timeouts.connect_s)
         self._stub: Any = trainer_pb2_grpc.TrainerStub(self._channel)  # type: ignore[no-untyped-call]
         token = self._trainer.token
         self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
@@ -369,7 +369,8 @@ class _Failures:
         return self._num_chunks
 
 
-def _open_channel(trainer: TrainerAddress, retry: RetryPolicy, connect_s: float) -> grpc.aio.Channel:
+def open_channel(trainer: TrainerAddress, retry: RetryPolicy, connect_s: float) -> grpc.aio.Channel:
+    """Return a channel to a trainer that reconnects by itself."""
     options: list[tuple[str, Any]] = [
         ("grpc.max_receive_message_length", 2 * MAX_CHUNK_BYTES),
         # A trainer that is gone without a word, or stopped, is noticed within 40 s.

@@ -121,7 +121,7 @@ class Trajectory:
 
 
 def _bytes_of(array: FeatureArray) -> memoryview:
-    return memoryview(np.ascontiguousarray(array, "<f4").reshape(-1).view(np.uint8))
+    return np.ascontiguousarray(array, "<f4").reshape(-1).view(np.uint8).data
 
 
 def _features_from_bytes(payload: bytes, offset: int, shapes: list[list[int]]) -> TrajectoryFeatures:
