@@ -37,6 +37,7 @@ COMMANDS = {
     "demo": Command("adaflash.cli.demo", "show on the embedded model what speculative decoding does"),
     "trainer": Command("adaflash.cli.trainer", "train a drafter on what servers generate"),
     "train": Command("adaflash.cli.train", "train a drafter on a file of samples"),
+    "weights": Command("adaflash.cli.weights", "list, activate and roll back versions of a trainer's drafter"),
     "bench": Command("adaflash.cli.bench", "measure throughput and latency"),
     "doctor": Command("adaflash.cli.doctor", "report the environment and which backends can run here"),
 }

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from adaflash.errors import RequestError
@@ -51,6 +52,71 @@ class VersionOffer:
     num_bytes: int = 0
     manifest_size: int = 0
     manifest_sha256: str = ""
+
+
+@dataclass(frozen=True)
+class VersionSummary:
+    """A version as its trainer knows it.
+
+    Attributes:
+        is_stored: Whether its weights are still there; the fields below, but `bad_reason`, are empty otherwise.
+        kind: FULL, or DELTA when there is a difference from `base_version` too.
+        base_version: The version training continued from.
+        train_step: Optimizer steps before it.
+        num_bytes: Of its files.
+        created_at: UTC in ISO 8601.
+        metrics: Figures of the trainer.
+        bad_reason: Why it must not be used; None when it may.
+    """
+
+    version: int
+    is_stored: bool
+    kind: Kind | None
+    base_version: int | None
+    train_step: int
+    num_bytes: int
+    created_at: str
+    metrics: Mapping[str, float]
+    bad_reason: str | None
+
+
+@dataclass(frozen=True)
+class TrajectoryCounts:
+    """What became of the trajectories that the trainer was sent since its start; see `SubmitTrajectoriesResponse`."""
+
+    num_received: int
+    num_accepted: int
+    num_duplicate: int
+    num_dropped: int
+    num_invalid: int
+    first_invalid: str
+
+
+@dataclass(frozen=True)
+class TrainerStatus:
+    """What a trainer has.
+
+    Attributes:
+        newest_version: Newest good version; 0 for none.
+        active_version: Newest version that a server activated; 0 for none.
+        last_good_version: The one before it; 0 for none.
+        versions: Oldest first.
+        damaged: What is wrong with files of the store, by their name.
+        pins: Versions kept whatever their age, by what for.
+        servers: The last report of each server, by the server's name.
+    """
+
+    package_version: str
+    target_digest: str
+    newest_version: int
+    active_version: int
+    last_good_version: int
+    versions: list[VersionSummary]
+    damaged: Mapping[str, str]
+    pins: Mapping[str, int]
+    num_subscribers: int
+    trajectories: TrajectoryCounts
+    servers: Mapping[str, VersionReport]
 
 
 def offer_to_pb(stored: StoredVersion) -> pb.VersionInfo:
@@ -213,3 +279,59 @@ def _rounds_from_pb(message: pb.DecodeRounds) -> list[RoundCounts]:
         if counts.num_accepted > counts.num_verified:
             raise RequestError(f"rounds[{index}].num_accepted", counts.num_accepted, f"<= {counts.num_verified}")
     return rounds
+
+
+def status_from_pb(message: pb.TrainerStatus) -> TrainerStatus:
+    """Return what a trainer says it has.
+
+    Raises:
+        RequestError: A field is invalid; names it.
+    """
+    counts = message.trajectories
+    return TrainerStatus(
+        package_version=message.package_version,
+        target_digest=message.target_digest,
+        newest_version=message.newest_version,
+        active_version=message.active_version,
+        last_good_version=message.last_good_version,
+        versions=[_version_from_pb(version) for version in message.versions],
+        damaged=dict(message.damaged),
+        pins=dict(message.pins),
+        num_subscribers=message.num_subscribers,
+        trajectories=TrajectoryCounts(
+            counts.num_received,
+            counts.num_accepted,
+            counts.num_duplicate,
+            counts.num_dropped,
+            counts.num_invalid,
+            counts.first_invalid,
+        ),
+        servers={server.server_id: report_from_pb(server) for server in message.servers},
+    )
+
+
+def _version_from_pb(message: pb.VersionInfo) -> VersionSummary:
+    is_stored = bool(message.manifest_sha256)
+    bad_reason = message.bad_reason if message.is_bad else None
+    if not is_stored:
+        return VersionSummary(message.version, False, None, None, 0, 0, "", {}, bad_reason)
+    offer = offer_from_pb(_as_good(message))
+    return VersionSummary(
+        version=offer.version,
+        is_stored=True,
+        kind=offer.kind,
+        base_version=offer.base_version,
+        train_step=offer.train_step,
+        num_bytes=offer.num_bytes,
+        created_at=message.created_at,
+        metrics=dict(message.metrics),
+        bad_reason=bad_reason,
+    )
+
+
+def _as_good(message: pb.VersionInfo) -> pb.VersionInfo:
+    """Return the message without its bad mark, to be read whole."""
+    good = pb.VersionInfo()
+    good.CopyFrom(message)
+    good.is_bad = False
+    return good

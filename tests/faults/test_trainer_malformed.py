@@ -39,6 +39,7 @@ VALID = {
     "SubscribeVersions": pb.SubscribeVersionsRequest(from_version=2, server_id="server"),
     "FetchVersion": pb.FetchVersionRequest(version=1, file="config.json", offset=100, max_bytes=1000),
     "ReportVersion": pb.ReportVersionRequest(server_id="s", version=1, event=2, acceptance_length=2.5, reason="é"),  # type: ignore[arg-type]
+    "ActivateVersion": pb.ActivateVersionRequest(version=99, idempotency_key="é"),
     "GetStatus": pb.GetTrainerStatusRequest(),
 }
 EXPECTED = {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "OUT_OF_RANGE", "FAILED_PRECONDITION", "DEADLINE_EXCEEDED"}

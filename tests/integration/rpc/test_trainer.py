@@ -310,7 +310,7 @@ def test_malformed_bytes_and_unknown_fields_are_invalid_arguments(tmp_path: Path
     async def scenario() -> None:
         async with training(tmp_path, drafter) as trainer:
             async with grpc.aio.insecure_channel(trainer.server.address) as channel:
-                for method in ("SubmitTrajectories", "SubscribeVersions", "FetchVersion", "ReportVersion", "GetStatus"):
+                for method in (method.name for method in pb.DESCRIPTOR.services_by_name["Trainer"].methods):
                     for data in (b"\xff\xff\xff", b"\x0b", b"\x80" * 11, b"\xa2\x06\x01a"):
                         code = await call_raw(channel, SERVICE + method, data)
                         assert code == grpc.StatusCode.INVALID_ARGUMENT, (method, data)
@@ -337,11 +337,12 @@ def test_a_wrong_token_is_unauthenticated_on_every_method(
                 stub.SubscribeVersions(pb.SubscribeVersionsRequest(server_id="a"), metadata=metadata),
                 stub.FetchVersion(pb.FetchVersionRequest(version=1, file="config.json"), metadata=metadata),
                 stub.ReportVersion(pb.ReportVersionRequest(server_id="a", version=1, event=6), metadata=metadata),
+                stub.ActivateVersion(pb.ActivateVersionRequest(version=1), metadata=metadata),
                 stub.GetStatus(pb.GetTrainerStatusRequest(), metadata=metadata),
             ):
                 code, details = await _code(call)
                 assert (code, TOKEN in details) == (grpc.StatusCode.UNAUTHENTICATED, False)
-            assert (trainer.store.bad, trainer.sink.trajectories) == ({}, [])
+            assert (trainer.store.bad, trainer.sink.trajectories, trainer.store.next_version) == ({}, [], 2)
             async with grpc.aio.insecure_channel(trainer.server.address) as channel:
                 assert await call_raw(channel, "/grpc.health.v1.Health/Check", b"") == grpc.StatusCode.OK
 
