@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +13,11 @@ import torch
 from adaflash.errors import ConfigError
 from adaflash.training.replay import ReplayResult, replay
 from adaflash.training.replay_window import AnchorBudget, WindowBudget
-from adaflash.training.supervision import SkippedTrajectoryError
+from adaflash.training.supervision import SkippedTrajectoryError, Supervision
 from adaflash.training.trainer_config import TrainerConfig
 from adaflash.training.trainer_parts import load_parts
 from adaflash.training.training_data import TokenSample
 from adaflash.training.trajectories import Trajectory
-
-logger = logging.getLogger(__name__)
 
 # Called with (anchors trained, anchors in total, loss of the last step).
 ProgressFn = Callable[[int, int, float], None]
@@ -85,7 +82,7 @@ class OfflineTraining:
         order = torch.randperm(len(samples), generator=self._generator).tolist()
         num_held_out = round(holdout * len(samples))
         trajectories = [self._trajectory(samples[i]) for i in order]
-        self._held_out = trajectories[:num_held_out]
+        self._measured = self._supervise(trajectories[:num_held_out])
         self._budget = AnchorBudget(WindowBudget(), 1, config.max_epochs)
         self._num_tokens = sum(self._add(trajectory) for trajectory in trajectories[num_held_out:])
         if not self._num_tokens:
@@ -141,7 +138,7 @@ class OfflineTraining:
             self._measure(),
             num_steps,
             len(window),
-            len(self._held_out),
+            len(self._measured),
             self._num_tokens,
             self._skipped,
             num_skipped,
@@ -152,13 +149,16 @@ class OfflineTraining:
         self._parts.learner.write(directory)
 
     def _measure(self) -> ReplayResult | None:
-        results = []
-        for trajectory in self._held_out:
+        drafter = self._parts.learner.drafter
+        results = [replay(drafter, item.sequence, item.taps.float()) for item in self._measured]
+        return ReplayResult.total(results) if results else None
+
+    def _supervise(self, trajectories: list[Trajectory]) -> list[Supervision]:
+        supervised = []
+        for trajectory in trajectories:
             try:
                 self._parts.supervisor.check(trajectory)
-                supervision = self._parts.supervisor.supervise(trajectory)
+                supervised.append(self._parts.supervisor.supervise(trajectory))
             except SkippedTrajectoryError as error:
-                logger.info("a held-out sample is left out reason=%s", error)
-                continue
-            results.append(replay(self._parts.learner.drafter, supervision.sequence, supervision.taps.float()))
-        return ReplayResult.total(results) if results else None
+                self._parts.window.skipped[error.reason] += 1
+        return supervised
