@@ -148,12 +148,15 @@ class BlockManager:
             table_[i] = copy
         return pairs
 
-    def match_prefix(self, token_ids: list[int], need_drafter_kv: bool) -> PrefixMatch:
+    def match_prefix(
+        self, token_ids: list[int], need_drafter_kv: bool, drafter_version: int | None = None
+    ) -> PrefixMatch:
         """Return the cached blocks of the longest full-block prefix of `token_ids`; takes no reference.
 
         Args:
             token_ids: A prompt.
             need_drafter_kv: Stop at the first block without valid drafter rows.
+            drafter_version: Stop at the first block whose drafter rows another version wrote; None takes all.
         """
         blocks: list[int] = []
         uid = ROOT_UID
@@ -161,7 +164,10 @@ class BlockManager:
             return PrefixMatch(blocks, uid)
         for start in range(0, len(token_ids) - self.block_size + 1, self.block_size):
             block = self._cached.get((uid, tuple(token_ids[start : start + self.block_size])))
-            if block is None or (need_drafter_kv and self._blocks[block].drafter_version is None):
+            if block is None:
+                break
+            version = self._blocks[block].drafter_version
+            if (need_drafter_kv and version is None) or drafter_version not in (None, version):
                 break
             next_uid = self._blocks[block].uid
             assert next_uid is not None, "a block in the cache has an identity"

@@ -9,6 +9,7 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
+from adaflash.cli import demo_online
 from adaflash.cli.measure import (
     BenchRequest,
     PassResult,
@@ -49,10 +50,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--device", default="auto", help="backend (default: auto)")
     parser.add_argument("--num-threads", type=int, default=None, metavar="N", help="CPU threads (default: torch's)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
+    demo_online.add_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo; 0 when speculation gave the same tokens."""
+    if args.online:
+        return demo_online.run(args)
     from rich.console import Console
 
     from adaflash.cli.console import load_progress

@@ -101,9 +101,10 @@ class Engine:
             raise RequestError("request_id", request.request_id, "unique among running requests")
         samples = [self._new_sample(request, index) for index in range(request.params.n)]
         is_captured = self._recorder is not None and self._recorder.wants(request)
-        version = 0 if self._rollout is None else self._rollout.drafters.acquire()
         for sample in samples:
-            sample.seq.drafter_version, sample.seq.is_captured = version, is_captured
+            sample.seq.is_captured = is_captured
+        if self._rollout is not None:
+            self._rollout.assign(sample.seq for sample in samples)
         stats = SpeculationStats(verify_policy=self._policy.name)
         unforked = [sample.seq for sample in samples[1:]]
         self._requests[request.request_id] = RequestState(request, samples, stats, unforked, len(samples))

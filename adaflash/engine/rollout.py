@@ -7,7 +7,7 @@ Runs in the engine's thread, on the host. What a version drafts never changes a 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from adaflash.engine.request_state import RequestState
@@ -56,6 +56,7 @@ class DrafterRollout:
         self._requests = requests
         self._canary: Canary | None = None
         self._on_verdict: OnVerdict | None = None
+        self._num_compared = [0, 0]  # requests of the good version and of the candidate with rows of their own
 
     def introduce(
         self, drafter: Drafter, canary: CanaryConfig | None = None, on_verdict: OnVerdict | None = None
@@ -70,7 +71,23 @@ class DrafterRollout:
         self.drafters.introduce(drafter, None if canary is None else canary.fraction)
         self._canary = None if canary is None else Canary(canary)
         self._on_verdict = on_verdict
+        self._num_compared = [0, 0]
         logger.info("drafter live version=%d candidate=%s", drafter.version, canary is not None)
+
+    def assign(self, sequences: Iterable[Sequence]) -> None:
+        """Give a new request's sequences their version.
+
+        A trial counts rounds on rows of one version only. So that prompts whose beginning an older version wrote into
+        the prefix cache do not starve it, a candidate's requests, and as many of the good version, compute theirs
+        themselves.
+        """
+        version = self.drafters.acquire()
+        is_compared = self._canary is not None and (
+            version == self.drafters.candidate or self._num_compared[0] < self._num_compared[1]
+        )
+        self._num_compared[version == self.drafters.candidate] += is_compared
+        for seq in sequences:
+            seq.drafter_version, seq.needs_own_context = version, is_compared
 
     def observe(self, seq: Sequence, num_tokens: int) -> None:
         """Count a drafted round that emitted `num_tokens`; only rounds on rows of one version are compared."""

@@ -207,7 +207,8 @@ class Scheduler:
 
     def _start(self, seq: Sequence, plan: Schedule) -> bool:
         """Give `seq` blocks for all its tokens, from the prefix cache where possible; False when there are too few."""
-        matched, uid = self.blocks.match_prefix(seq.token_ids, need_drafter_kv=self.limits is not None)
+        version = seq.drafter_version if seq.needs_own_context else None
+        matched, uid = self.blocks.match_prefix(seq.token_ids, self.limits is not None, version)
         needed = self.blocks.num_blocks_for(seq.num_tokens)
         versions = {self.blocks.drafter_version(block) for block in matched}
         seq.has_drafter_kv = None not in versions

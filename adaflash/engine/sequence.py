@@ -29,6 +29,7 @@ class Sequence:
         version_start: Computed tokens when that version took over: rows before it are another's.
         is_context_pure: Whether all its drafter KV was written by that version.
         is_captured: Whether it becomes a trajectory for a trainer.
+        needs_own_context: Whether it takes nothing from the prefix cache that another version wrote.
         num_cached_tokens: Prompt tokens whose KV came from the prefix cache at admission.
         num_registered: Leading blocks already offered to the prefix cache.
         last_uid: Prefix-cache identity of the last registered block.
@@ -44,6 +45,7 @@ class Sequence:
         "key",
         "last_uid",
         "max_output_tokens",
+        "needs_own_context",
         "num_cached_tokens",
         "num_computed",
         "num_preemptions",
@@ -70,6 +72,7 @@ class Sequence:
         self.version_start = 0
         self.is_context_pure = True
         self.is_captured = False
+        self.needs_own_context = False
         self.num_cached_tokens = 0
         self.num_registered = 0
         self.last_uid = ROOT_UID

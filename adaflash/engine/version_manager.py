@@ -250,21 +250,20 @@ class VersionManager:
     async def _go_back(self, version: int) -> None:
         """Replace the active version by the newest before it that can be loaded; version 0 always can."""
         self.counters.num_revoked += 1
-        self._history.pop()
-        while True:
-            older = self.active if self._history else 0
-            try:
-                drafter = await self._load(self._directory(older), older)
-                break
-            except AdaFlashError as error:
-                if older == 0:
-                    raise
-                logger.warning("an older version cannot be loaded version=%d reason=%s", older, error)
-                self._history.pop()
+        older = self._history[:-1]
+        drafter = await self._load_newest(older)
         await self._engine.call(lambda engine: engine.rollout.go_back(drafter))
-        self._history = self._history or [0]
-        self._staging.pin(LAST_GOOD, older)
-        self._report(version, "rolled_back", reason=f"went back to version {older}")
+        self._history = [v for v in older if v < drafter.version] + [drafter.version]
+        self._staging.pin(LAST_GOOD, drafter.version)
+        self._report(version, "rolled_back", reason=f"went back to version {drafter.version}")
+
+    async def _load_newest(self, versions: list[int]) -> DFlashDrafter:
+        for version in reversed(versions):
+            try:
+                return await self._load(self._directory(version), version)
+            except AdaFlashError as error:
+                logger.warning("an older version cannot be loaded version=%d reason=%s", version, error)
+        return await self._load(self._checkpoint, 0)
 
     def _directory(self, version: int) -> Path:
         if version == 0:

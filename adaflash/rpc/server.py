@@ -6,11 +6,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Iterable
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
+from prometheus_client.registry import Collector
 
 from adaflash.config import ServerConfig
 from adaflash.engine.base import EngineClient
@@ -37,15 +39,18 @@ class GrpcServer:
     Args:
         engine: What generates; the server does not close it.
         config: Where to listen, whom to let in, how much to buffer.
+        collectors: More metrics to serve.
     """
 
-    def __init__(self, engine: EngineClient, config: ServerConfig) -> None:
+    def __init__(self, engine: EngineClient, config: ServerConfig, collectors: Iterable[Collector] = ()) -> None:
         self._engine = engine
         self._config = config
         self._model_name = config.served_model_name or engine.info.model
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in grpc-stubs
         self._registry = CollectorRegistry()
         self._registry.register(EngineCollector(engine, self._model_name))
+        for collector in collectors:
+            self._registry.register(collector)
         self._metrics = RpcMetrics(self._registry, self._model_name)
         self._metrics_endpoint: MetricsEndpoint | None = None
         self._service = GenerationService(engine, config, self._metrics, self._on_unavailable)

@@ -283,3 +283,21 @@ def test_requests_that_take_too_long_are_moved_over(
             await running
 
     run(scenario(), 60)
+
+
+def test_prompts_in_the_prefix_cache_do_not_starve_a_trial(
+    setup: TinySetup, expected: list[list[int]], tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        async with bench(
+            setup, expected, tmp_path, {}, RolloutConfig(CanaryConfig(0.5, min_requests=4, max_requests=8))
+        ) as b:
+            for _ in PROMPTS:
+                await b.request()
+            assert b.engine.stats().num_cached_tokens == 0
+            for version in (1, 2):
+                await b.offer(version)
+                await b.traffic(lambda version=version: b.manager.active == version, limit=60)  # type: ignore[misc]
+            assert b.engine.stats().num_cached_tokens > 0
+
+    run(scenario(), 60)

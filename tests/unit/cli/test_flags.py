@@ -6,7 +6,7 @@ import pytest
 
 from adaflash.cli import serve
 from adaflash.cli.flags import attribute_docs, flags_of
-from adaflash.config import EngineConfig, ServerConfig
+from adaflash.config import EngineConfig, OnlineConfig, ServerConfig
 from adaflash.errors import ConfigError
 from adaflash.request import SamplingParams
 
@@ -17,7 +17,7 @@ def _configs(argv, environ=None):
     return serve.configs_from(parser.parse_args(["serve", *argv]), environ or {})
 
 
-@pytest.mark.parametrize("config_class", [EngineConfig, ServerConfig, SamplingParams])
+@pytest.mark.parametrize("config_class", [EngineConfig, ServerConfig, OnlineConfig, SamplingParams])
 def test_every_field_has_a_flag_with_help(config_class):
     fields = {field.name for field in dataclasses.fields(config_class)}
     assert {flag.field for flag in flags_of(config_class)} == fields
@@ -25,13 +25,13 @@ def test_every_field_has_a_flag_with_help(config_class):
 
 
 def test_nothing_given_is_the_defaults():
-    assert _configs([]) == (EngineConfig(), ServerConfig())
+    assert _configs([]) == (EngineConfig(), ServerConfig(), OnlineConfig())
 
 
 def test_flags_are_typed():
     argv = "m --max-model-len 128 --gpu-memory-utilization 0.5 --strict-ops --no-enable-prefix-caching"
     argv += " --verify-policy fixed --draft d --grpc-port 0 --metrics-port 9100"
-    engine, server = _configs(argv.split())
+    engine, server, _ = _configs(argv.split())
     assert (engine.model, engine.max_model_len, engine.gpu_memory_utilization) == ("m", 128, 0.5)
     assert (engine.strict_ops, engine.enable_prefix_caching) == (True, False)
     assert (engine.verify_policy, engine.draft) == ("fixed", "d")
@@ -57,7 +57,7 @@ def test_command_line_beats_environment_beats_file_beats_default(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text("max-num-seqs: 1\nmax_model_len: 2\nblock-size: 3\nhost: 127.0.0.2\n")
     environ = {"ADAFLASH_MAX_NUM_SEQS": "10", "ADAFLASH_MAX_MODEL_LEN": "20", "ADAFLASH_HOST": "127.0.0.3"}
-    engine, server = _configs(["--config", str(path), "--max-num-seqs", "100"], environ)
+    engine, server, _ = _configs(["--config", str(path), "--max-num-seqs", "100"], environ)
     assert (engine.max_num_seqs, engine.max_model_len, engine.block_size) == (100, 20, 3)
     assert engine.max_num_batched_tokens == EngineConfig().max_num_batched_tokens
     assert server.host == "127.0.0.3"
@@ -94,7 +94,7 @@ def test_a_missing_config_file_is_named():
 def test_null_and_none_in_a_config_file_mean_none(tmp_path, none):
     path = tmp_path / "config.yaml"
     path.write_text(f"max-model-len: {none}\nstream-stall-timeout-s: 5\n")
-    engine, server = _configs(["--config", str(path)])
+    engine, server, _ = _configs(["--config", str(path)])
     assert engine.max_model_len is None
     assert server.stream_stall_timeout_s == 5
 
@@ -105,7 +105,7 @@ def test_a_bad_environment_variable_is_named():
 
 
 def test_booleans_and_secrets_come_from_the_environment():
-    engine, server = _configs([], {"ADAFLASH_STRICT_OPS": "true", "ADAFLASH_API_KEY": "k"})
+    engine, server, _ = _configs([], {"ADAFLASH_STRICT_OPS": "true", "ADAFLASH_API_KEY": "k"})
     assert (engine.strict_ops, server.api_key) == (True, "k")
 
 

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`adaflash demo --online`: the drafter learns a domain from live traffic while it serves, shown as it happens."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from adaflash.cli.online_replay import Acceptance, ReplayedRequest, read_trajectories, replay_session
+from adaflash.cli.online_session import (
+    NextPrompt,
+    ServedRequest,
+    SessionConfig,
+    SessionRecord,
+    Throughput,
+    run_session,
+)
+from adaflash.config import EngineConfig
+from adaflash.demo.prompts import DomainPrompt
+from adaflash.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+_WINDOW_S = 30.0
+_BAR_WIDTH = 40
+_DRAFTERS = ("online", "frozen", "osd")
+
+OnReplayed = Callable[[int, int], None]
+
+
+class Window(NamedTuple):
+    """Replies that finished in a stretch of time: tokens per second, and tokens per target forward."""
+
+    start_s: float
+    tokens_per_s: float
+    acceptance_length: float
+    newest_version: int
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `--online`."""
+    group = parser.add_argument_group("with --online")
+    group.add_argument("--online", action="store_true", help="let the drafter learn another domain while it serves")
+    group.add_argument("--minutes", type=float, default=10.0, metavar="N", help="of live traffic (default: 10)")
+    group.add_argument("--concurrency", type=int, default=4, metavar="N", help="users (default: 4)")
+    group.add_argument("--output", metavar="DIR", help="write session.json and session.png here")
+    group.add_argument(
+        "--switch-to", metavar="DOMAIN", choices=("code", "maths"), help="domain of the second half of the traffic"
+    )
+    group.add_argument(
+        "--replays", type=int, default=150, metavar="N", help="replies replayed with other drafters (default: 150)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the session and show it; 0 when the online drafter ended ahead of the frozen one."""
+    from rich.console import Console
+
+    from adaflash.demo.drafter import demo_drafter_dir
+    from adaflash.demo.model import demo_model_dir
+    from adaflash.training.trainer_config import TrainerConfig
+
+    _check(args)
+    console = Console(stderr=args.json)
+    directories = demo_model_dir(), demo_drafter_dir()
+    with tempfile.TemporaryDirectory(prefix="adaflash-online-") as folder:
+        work = Path(folder)
+        config = SessionConfig(work, args.minutes, args.concurrency, args.max_tokens, device=args.device)
+        record = asyncio.run(_watch_session(config, _prompts(args), console))
+        trainer = TrainerConfig(device=args.device, store=str(work / "osd"))
+        with _replaying(console) as progress:
+            replayed = replay_session(
+                record,
+                read_trajectories(work / "trainer" / "spool"),
+                trainer,
+                directories,
+                EngineConfig().confidence_threshold,
+                config.max_tokens,
+                args.replays,
+                progress,
+            )
+    report = _report(record, replayed, args)
+    if args.output is not None:
+        _write(Path(args.output), report, record, replayed, console)
+    if args.json:
+        json.dump(report, sys.stdout, indent=2)
+        print()
+    else:
+        _show(record, replayed, console)
+    last = last_third(replayed)
+    return 0 if last["online"].length > last["frozen"].length else 1
+
+
+def _check(args: argparse.Namespace) -> None:
+    limits = (("minutes", 0.1, 1440), ("concurrency", 1, 64), ("max_tokens", 8, 512), ("replays", 3, 100_000))
+    for name, low, high in limits:
+        value = getattr(args, name)
+        if not low <= value <= high:
+            raise ConfigError(f"--{name.replace('_', '-')}={value} is invalid: must be in [{low}, {high}]")
+    if args.domain not in ("maths", "code"):
+        raise ConfigError(f"--domain={args.domain!r} is invalid: must be maths or code with --online")
+
+
+def _prompts(args: argparse.Namespace) -> NextPrompt:
+    """Return what gives prompts without end, of the second domain once half of the time is over."""
+    from adaflash.demo.traffic import code_prompts, maths_prompts
+
+    make = {"maths": maths_prompts, "code": code_prompts}
+    streams = {
+        domain: itertools.chain.from_iterable(make[domain](seed, 500) for seed in itertools.count(1)) for domain in make
+    }
+
+    def next_prompt(now_s: float) -> DomainPrompt:
+        has_switched = args.switch_to is not None and now_s > 30 * args.minutes
+        return next(streams[args.switch_to if has_switched else args.domain])
+
+    return next_prompt
+
+
+# ---- while it runs ---------------------------------------------------------------------------------------------
+
+
+async def _watch_session(config: SessionConfig, next_prompt: NextPrompt, console: Console) -> SessionRecord:
+    from rich.live import Live
+
+    if not console.is_terminal:
+        shown = [0]
+
+        def log(record: SessionRecord, now: float) -> None:
+            complete = int(now // _WINDOW_S)
+            if complete > shown[0]:
+                shown[0] = complete
+                for window in windows(record.requests, now)[complete - 1 : complete]:
+                    console.print(_line(window), highlight=False, style="dim")
+
+        return await run_session(config, next_prompt, log)
+    with Live(console=console, refresh_per_second=2) as live:
+        return await run_session(config, next_prompt, lambda record, now: live.update(_chart(record, now)))
+
+
+def windows(requests: list[ServedRequest], end_s: float) -> list[Window]:
+    """Return the session in stretches of 30 s; a stretch without replies has zeros."""
+    found = []
+    for number in range(max(1, int(end_s // _WINDOW_S))):
+        start = number * _WINDOW_S
+        inside = [r for r in requests if start <= r.finished_s < start + _WINDOW_S]
+        rounds = sum(r.num_rounds for r in inside)
+        emitted = sum(r.num_emitted_tokens for r in inside)
+        found.append(
+            Window(
+                start,
+                sum(r.num_output_tokens for r in inside) / _WINDOW_S,
+                emitted / rounds if rounds else 0.0,
+                max((max(r.versions, default=0) for r in inside), default=0),
+            )
+        )
+    return found
+
+
+def _line(window: Window) -> str:
+    return (
+        f"seconds={window.start_s:.0f} version={window.newest_version} "
+        f"acceptance_length={window.acceptance_length:.2f} tokens_per_s={window.tokens_per_s:.1f}"
+    )
+
+
+def _chart(record: SessionRecord, now: float) -> RenderableType:
+    from rich.table import Table
+
+    table = Table(title=f"learning from live traffic, {now:.0f} s", title_justify="left")
+    for heading in ("from", "version", "tokens per forward", "", "tokens/s"):
+        table.add_column(heading)
+    rows = windows(record.requests, now)
+    best = max([2.0, *(window.acceptance_length for window in rows)])
+    for window in rows:
+        bar = "█" * round(_BAR_WIDTH * window.acceptance_length / best)
+        length = f"{window.acceptance_length:.2f}"
+        table.add_row(f"{window.start_s:.0f} s", str(window.newest_version), length, bar, f"{window.tokens_per_s:.1f}")
+    return table
+
+
+# ---- afterwards ------------------------------------------------------------------------------------------------
+
+
+def last_third(replayed: list[ReplayedRequest]) -> dict[str, Acceptance]:
+    """Return the sums over the replies of the last third of the traffic, by drafter."""
+    tail = replayed[-max(1, len(replayed) // 3) :]
+    return {name: _total(tail, name) for name in _DRAFTERS}
+
+
+def _speedup(throughput: Throughput) -> float:
+    return statistics.median(s / p for s, p in zip(throughput.speculative, throughput.plain, strict=True))
+
+
+@contextmanager
+def _replaying(console: Console) -> Iterator[OnReplayed]:
+    from rich.progress import Progress
+
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("replaying with a frozen drafter and with OSD's", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def _show(record: SessionRecord, replayed: list[ReplayedRequest], console: Console) -> None:
+    from rich.table import Table
+
+    third = max(1, len(replayed) // 3)
+    parts = (("first third", replayed[:third]), ("last third", replayed[-third:]))
+    table = Table(title="tokens per target forward, same replies", title_justify="left")
+    for heading in ("drafter", *(name for name, _ in parts), "accepted per position, last third"):
+        table.add_column(heading)
+    for name in _DRAFTERS:
+        sums = [_total(part, name) for _, part in parts]
+        shares = " ".join(f"{share:.2f}" for share in sums[-1].per_position)
+        table.add_row(name, *(f"{acceptance.length:.2f}" for acceptance in sums), shares)
+    console.print(table)
+    for throughput in record.throughput:
+        plain, speculative = statistics.median(throughput.plain), statistics.median(throughput.speculative)
+        console.print(
+            f"trainer {throughput.trainer}: plain {plain:.1f} tokens/s, speculative {speculative:.1f}, "
+            f"{_speedup(throughput):.2f}x",
+            highlight=False,
+        )
+
+
+def _total(part: list[ReplayedRequest], drafter: str) -> Acceptance:
+    return sum((getattr(request, drafter) for request in part), Acceptance())
+
+
+def _report(record: SessionRecord, replayed: list[ReplayedRequest], args: argparse.Namespace) -> dict[str, object]:
+    from adaflash.cli.environment import environment
+
+    last = last_third(replayed)
+    return {
+        "domain": args.domain,
+        "switch_to": args.switch_to,
+        "minutes": args.minutes,
+        "concurrency": args.concurrency,
+        "max_tokens": args.max_tokens,
+        "acceptance_length_last_third": {name: acceptance.length for name, acceptance in last.items()},
+        "accepted_per_position_last_third": {name: acceptance.per_position for name, acceptance in last.items()},
+        "online_over_frozen": last["online"].length / last["frozen"].length,
+        "throughput": [
+            {**dataclasses.asdict(throughput), "speedup": _speedup(throughput)} for throughput in record.throughput
+        ],
+        "versions": [dataclasses.asdict(version) for version in record.versions],
+        "requests": [dataclasses.asdict(request) for request in record.requests],
+        "replayed": [dataclasses.asdict(request) for request in replayed],
+        "environment": environment(),
+    }
+
+
+def _write(
+    folder: Path, report: dict[str, object], record: SessionRecord, replayed: list[ReplayedRequest], console: Console
+) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "session.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+    try:
+        from adaflash.cli.online_plot import plot_session
+    except ImportError as error:
+        console.print(f"no chart is written, {error.name} is missing: pip install 'adaflash[demo]'", style="yellow")
+        return
+    plot_session(folder / "session.png", record, replayed)
