@@ -38,9 +38,9 @@ class FakeRequest:
         self.finish_reason: FinishReason | None = None
         self.ready = asyncio.Event()
         self.ended = asyncio.Event()
-        self.num_taken = 0
         self._token_text = token_text
         self._num_prompt_tokens = num_prompt_tokens
+        self._num_taken = 0
 
     def produce(self) -> None:
         """Generate one token of every sample."""
@@ -60,8 +60,8 @@ class FakeRequest:
         """Wait for and return everything produced since the last call."""
         await self.ready.wait()
         self.ready.clear()
-        new = list(range(self.num_taken, self.num_produced))
-        self.num_taken = self.num_produced
+        new = list(range(self._num_taken, self.num_produced))
+        self._num_taken = self.num_produced
         outputs = [self._completion(index, new) for index in range(self.params.n)]
         usage = Usage(self._num_prompt_tokens, 0, self.num_produced * self.params.n)
         stats = SpeculationStats("fixed", self.num_produced, 4, 3, 2, self.num_produced, (1,))

@@ -113,7 +113,6 @@ def test_a_client_slower_than_the_engine_gets_everything_in_fewer_messages():
             deltas = [await anext(stream)]
             (request,) = engine.running.values()
             await request.ended.wait()
-            assert request.num_taken < 1000, "the server holds no more than the client's window and a message"
             deltas += [delta async for delta in stream]
             assert [token for delta in deltas for token in delta.outputs[0].token_ids] == list(range(1000))
             assert len(deltas) < 900, "what could not be sent was merged"
