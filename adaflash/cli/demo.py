@@ -46,7 +46,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--num-prompts", type=int, default=4, metavar="N", help="prompts to generate (default: 4)")
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="tokens per prompt (default: 64)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="measured rounds (default: 3)")
-    parser.add_argument("--domain", default="code", help="code (what the drafter knows), maths, chat or other")
+    parser.add_argument(
+        "--domain", help="code (what the drafter knows), maths, chat or other (default: code, maths with --online)"
+    )
     parser.add_argument("--device", default="auto", help="backend (default: auto)")
     parser.add_argument("--num-threads", type=int, default=None, metavar="N", help="CPU threads (default: torch's)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
@@ -87,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 def _requests(args: argparse.Namespace) -> list[BenchRequest]:
     from adaflash.demo.prompts import demo_prompts
 
-    prompts = demo_prompts(args.domain)
+    prompts = demo_prompts(args.domain or "code")
     for name, limit in (("num_prompts", len(prompts)), ("max_tokens", _MAX_MODEL_LEN // 2), ("rounds", 1000)):
         value = getattr(args, name)
         if not 1 <= value <= limit:
@@ -177,7 +179,7 @@ def _report(engine: Engine, args: argparse.Namespace, summaries: list[PolicySumm
         "model": engine.info.model,
         "device": engine.info.device,
         "dtype": engine.info.dtype,
-        "domain": args.domain,
+        "domain": args.domain or "code",
         "num_prompts": args.num_prompts,
         "max_tokens": args.max_tokens,
         "plain": dataclasses.asdict(plain),

@@ -71,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
     from adaflash.demo.model import demo_model_dir
     from adaflash.training.trainer_config import TrainerConfig
 
+    args.domain = args.domain or "maths"
     _check(args)
     console = Console(stderr=args.json)
     directories = demo_model_dir(), demo_drafter_dir()
