@@ -8,10 +8,11 @@ import asyncio
 import dataclasses
 import itertools
 import json
+import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -67,18 +68,20 @@ def run(args: argparse.Namespace) -> int:
     """Run the session and show it; 0 when the online drafter ended ahead of the frozen one."""
     from rich.console import Console
 
+    from adaflash.cli.console import configure_logging
     from adaflash.demo.drafter import demo_drafter_dir
     from adaflash.demo.model import demo_model_dir
     from adaflash.training.trainer_config import TrainerConfig
 
     args.domain = args.domain or "maths"
     _check(args)
+    configure_logging("ERROR")  # a paused trainer is part of the session
     console = Console(stderr=args.json)
     directories = demo_model_dir(), demo_drafter_dir()
     with tempfile.TemporaryDirectory(prefix="adaflash-online-") as folder:
         work = Path(folder)
         config = SessionConfig(work, args.minutes, args.concurrency, args.max_tokens, device=args.device)
-        record = asyncio.run(_watch_session(config, _prompts(args), console))
+        record = asyncio.run(_until_terminated(_watch_session(config, prompts_of(args), console)))
         trainer = TrainerConfig(device=args.device, store=str(work / "osd"))
         with _replaying(console) as progress:
             replayed = replay_session(
@@ -113,14 +116,15 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--domain={args.domain!r} is invalid: must be maths or code with --online")
 
 
-def _prompts(args: argparse.Namespace) -> NextPrompt:
+def _endless(make: Callable[[int, int], list[DomainPrompt]]) -> Iterator[DomainPrompt]:
+    return itertools.chain.from_iterable(make(seed, 500) for seed in itertools.count(1))
+
+
+def prompts_of(args: argparse.Namespace) -> NextPrompt:
     """Return what gives prompts without end, of the second domain once half of the time is over."""
     from adaflash.demo.traffic import code_prompts, maths_prompts
 
-    make = {"maths": maths_prompts, "code": code_prompts}
-    streams = {
-        domain: itertools.chain.from_iterable(make[domain](seed, 500) for seed in itertools.count(1)) for domain in make
-    }
+    streams = {"maths": _endless(maths_prompts), "code": _endless(code_prompts)}
 
     def next_prompt(now_s: float) -> DomainPrompt:
         has_switched = args.switch_to is not None and now_s > 30 * args.minutes
@@ -148,6 +152,16 @@ async def _watch_session(config: SessionConfig, next_prompt: NextPrompt, console
         return await run_session(config, next_prompt, log)
     with Live(console=console, refresh_per_second=2) as live:
         return await run_session(config, next_prompt, lambda record, now: live.update(_chart(record, now)))
+
+
+async def _until_terminated(session: Coroutine[None, None, SessionRecord]) -> SessionRecord:
+    """Run the session; SIGTERM ends it in order, so that no trainer is left behind."""
+    task = asyncio.ensure_future(session)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
 
 
 def windows(requests: list[ServedRequest], end_s: float) -> list[Window]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from adaflash.cli import demo
-from adaflash.cli.demo_online import last_third, run, windows
+from adaflash.cli.demo_online import last_third, prompts_of, run, windows
 from adaflash.cli.online_replay import Acceptance, ReplayedRequest, live_acceptance
 from adaflash.cli.online_session import ActiveVersion, ServedRequest, SessionRecord
 from adaflash.errors import ConfigError
@@ -60,6 +60,15 @@ def test_the_chart_is_a_picture(tmp_path: Path) -> None:
     record = SessionRecord([served(float(i), 20, 10, 1) for i in range(1, 40)], [ActiveVersion(1, 12.0, 30, 5)])
     plot.plot_session(tmp_path / "session.png", record, [replayed(i, Acceptance(10, 15, (5,))) for i in range(30)])
     assert (tmp_path / "session.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_prompts_are_of_the_domain_asked_for_and_switch_half_way() -> None:
+    args = argparse.Namespace(domain="maths", switch_to="code", minutes=2.0)
+    next_prompt = prompts_of(args)
+    assert [next_prompt(now).domain for now in (0.0, 59.0, 61.0, 119.0)] == ["maths", "maths", "code", "code"]
+    args = argparse.Namespace(domain="code", switch_to=None, minutes=2.0)
+    assert prompts_of(args)(100.0).domain == "code"
+    assert len({prompts_of(args)(0.0).prompt for _ in range(3)}) == 1, "the same for everybody"
 
 
 @pytest.mark.parametrize(
