@@ -87,6 +87,8 @@ class TrajectoryRecorder:
     def record(self, sample: Sample) -> bool:
         """Take a sample that has ended; True when its KV blocks are now the recorder's, to be given back later."""
         seq = sample.seq
+        if sample.output.finish_reason == "error":
+            return False  # its features are not finite
         if not seq.is_captured or seq.num_output_tokens < self.config.min_response_tokens:
             return False
         trajectory = Trajectory(

@@ -22,7 +22,11 @@ BLOCKS_PER_CALL = 16
 
 
 def draft_hidden(
-    drafter: DFlashDrafter, taps: Tensor, blocks: DraftBlocks, blocks_per_call: int = BLOCKS_PER_CALL
+    drafter: DFlashDrafter,
+    taps: Tensor,
+    blocks: DraftBlocks,
+    blocks_per_call: int = BLOCKS_PER_CALL,
+    context_drafter: DFlashDrafter | None = None,
 ) -> Tensor:
     """Return the drafter's final hidden states of every block, as `Drafter.propose` computes them one by one.
 
@@ -35,6 +39,8 @@ def draft_hidden(
         taps: [F, len(tap_layer_ids) * H] target features of all sequences, packed.
         blocks: At least one block, on the drafter's device.
         blocks_per_call: Blocks of a sequence that attend together; changes time and memory only.
+        context_drafter: Version whose weights make the context's keys and values, as in the cached rows of requests
+            that changed versions; None is `drafter` itself.
 
     Returns:
         [B, W, H].
@@ -43,15 +49,17 @@ def draft_hidden(
     assert len(blocks.anchors), "there is nothing to draft without anchors"
     groups = attention_groups(blocks, blocks_per_call)
     masks = {attention: _group_masks(blocks, groups, attention) for attention in {*drafter.config.layer_attention}}
-    features = drafter.context_features(taps)  # [F, H]
+    writer = drafter if context_drafter is None else context_drafter
+    features = writer.context_features(taps)  # [F, H]
     context_angles = drafter.rotary.cos_sin(blocks.context_positions)
     block_angles = drafter.rotary.cos_sin(blocks.positions.flatten())
     with torch.no_grad():
         hidden = drafter.embed(blocks.token_ids.flatten())  # [B * W, H]
-    for layer in drafter.layers:
+    for layer, written in zip(drafter.layers, writer.layers, strict=True):
         assert isinstance(layer, DrafterLayer), "the drafter's layers are DrafterLayers"
+        assert isinstance(written, DrafterLayer), "and so are those of its other versions"
         block = layer.block_inputs(hidden, *block_angles)
-        context = layer.self_attn.context_kv(features, *context_angles)
+        context = written.self_attn.context_kv(features, *context_angles)
         hidden = layer.finish(hidden, _attend(block, context, groups, masks[layer.attention]))
     normed: Tensor = drafter.norm(hidden).normed
     return normed.view(*blocks.token_ids.shape, -1)

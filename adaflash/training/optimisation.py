@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from adaflash.errors import ConfigError
 from adaflash.speculative.dflash import DFlashDrafter
 from adaflash.speculative.drafter_layers import DrafterLayer
 from adaflash.training.trainer_config import TrainerConfig
@@ -34,6 +35,9 @@ class DrafterOptimizer:
     Args:
         drafter: Its parameters are fp32 and changed in place.
         config: Rates and what is trained.
+
+    Raises:
+        ConfigError: Nothing is trained.
     """
 
     def __init__(self, drafter: DFlashDrafter, config: TrainerConfig) -> None:
@@ -42,6 +46,11 @@ class DrafterOptimizer:
             assert parameter.dtype == torch.float32, f"{name} is {parameter.dtype}: masters are fp32"
             parameter.requires_grad_(self._is_trained(name))
         trained = {n: p for n, p in drafter.named_parameters() if p.requires_grad}
+        if not trained:
+            raise ConfigError(
+                f"train_drafter={config.train_drafter} and train_length_head={config.train_length_head} train nothing: "
+                f"this drafter has {'a' if drafter.length_head is not None else 'no'} length head"
+            )
         self._parameters: dict[bool, list[nn.Parameter]] = {
             is_head: [p for n, p in trained.items() if n.startswith(_HEAD_PREFIX) == is_head]
             for is_head in (False, True)
@@ -77,6 +86,8 @@ class DrafterOptimizer:
     def _is_trained(self, name: str) -> bool:
         if name.startswith(_HEAD_PREFIX):
             return self._config.train_length_head
+        if not self._config.train_drafter:
+            return False
         is_context = name.startswith(("fc.", "hidden_norm.")) or ".k_norm." in name
         return not (is_context and self._config.freeze_context)
 

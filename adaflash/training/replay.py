@@ -100,6 +100,7 @@ def replay(
     max_verified: int | None = None,
     threshold: float | None = None,
     max_output_tokens: int | None = None,
+    context_drafter: DFlashDrafter | None = None,
 ) -> ReplayResult:
     """Replay the rounds of a greedy trajectory, as a server with room for every draft would run them.
 
@@ -115,6 +116,7 @@ def replay(
         max_output_tokens: The request's limit on output tokens, beyond which nothing is drafted. None takes the end of
             the response for that of a block, its last token included: emitted tokens and rounds are the same, but a
             response cut by its limit may count its last token as an accepted draft instead of a bonus token.
+        context_drafter: See `draft_hidden`.
 
     Raises:
         ConfigError: An argument is out of its range.
@@ -126,7 +128,7 @@ def replay(
         raise ConfigError(f"threshold={threshold} is invalid: must be in [0, 1]")
     first = _response_start(sequence, max_output_tokens)
     anchors = torch.arange(first, max(first, len(sequence.token_ids) - 1))  # [A]
-    drafts = _draft(drafter, sequence, taps, anchors)
+    drafts = _draft(drafter, sequence, taps, anchors, context_drafter)
     limit = num_drafts if max_verified is None else max_verified
     # Tokens behind the first that drafts may become; under a limit the last one is always a bonus token.
     draftable = len(anchors) if max_output_tokens is None else max_output_tokens - 2
@@ -151,7 +153,13 @@ def _response_start(sequence: TrainingSequence, max_output_tokens: int | None) -
 
 
 @torch.no_grad()
-def _draft(drafter: DFlashDrafter, sequence: TrainingSequence, taps: Tensor, anchors: Tensor) -> _Drafts:
+def _draft(
+    drafter: DFlashDrafter,
+    sequence: TrainingSequence,
+    taps: Tensor,
+    anchors: Tensor,
+    context_drafter: DFlashDrafter | None,
+) -> _Drafts:
     """Draft at all anchors; those too close to the drafter's last position draft nothing."""
     num_drafts, device = drafter.draft_block_size - 1, drafter.backend.device
     token_ids = torch.full((len(anchors), num_drafts), -1, device=device)
@@ -161,7 +169,7 @@ def _draft(drafter: DFlashDrafter, sequence: TrainingSequence, taps: Tensor, anc
     for begin in range(0, len(drafting), ANCHORS_PER_CALL):
         part = slice(begin, min(begin + ANCHORS_PER_CALL, len(drafting)))
         blocks = make_blocks([sequence], [drafting[part]], num_drafts + 1, drafter.mask_token_id).to(device)
-        hidden = draft_hidden(drafter, taps, blocks)[:, 1:]
+        hidden = draft_hidden(drafter, taps, blocks, context_drafter=context_drafter)[:, 1:]
         token_ids[part], confidence[part] = _greedy(drafter, hidden)
         num_matched[part] = accepted_lens(token_ids[part], blocks.label_token_ids, blocks.label_mask)
     return _Drafts(token_ids, confidence, num_matched)

@@ -50,6 +50,7 @@ class TrainerConfig:
         credit_smoothing: In [0, 1]; at 1 the weights of `credit` do not depend on the drafter.
         freeze_context: Leave alone what makes the drafter's context (fc, hidden_norm, k and v projections, k_norm), so
             that context computed by an older version stays valid.
+        train_drafter: Train the drafter itself; without, its length head learns alone.
         train_length_head: Train the length head, if there is one.
         window_tokens: Tokens of trajectories kept in memory to draw from; the oldest go first.
         window_bytes: Memory their features may take.
@@ -93,6 +94,7 @@ class TrainerConfig:
     decay_gamma: float = 7.0
     credit_smoothing: float = 0.5
     freeze_context: bool = False
+    train_drafter: bool = True
     train_length_head: bool = True
     window_tokens: int = 200_000
     window_bytes: int = 4 << 30

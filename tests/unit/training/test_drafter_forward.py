@@ -114,6 +114,26 @@ def test_logits_equal_those_of_serving(drafter: DFlashDrafter) -> None:
         torch.testing.assert_close(got, torch.cat(expected), atol=ATOL, rtol=0)
 
 
+def test_context_of_another_version_is_attended_as_it_is_served(
+    plain: DFlashDrafter, target: TargetModel, target_dir: Path, tiny_drafter: TinyDrafterBuilder, tmp_path: Path
+) -> None:
+    checkpoint = tiny_drafter(tmp_path / "other", target_dir, SLIDING, length_head=True, seed=7)
+    drafter, other = plain, load_drafter(checkpoint, target, target.backend)
+    sample = make_sample(drafter)
+    with torch.no_grad():
+        hidden = draft_hidden(drafter, sample.packed_taps(), sample.blocks, context_drafter=other)[:, 1:]
+        trained = drafter.draft_logits(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
+    served = torch.cat(
+        [
+            served_logits(drafter, taps, sequence.token_ids, anchors, other)
+            for sequence, taps, anchors in zip(sample.sequences, sample.taps, ANCHORS, strict=True)
+            if anchors
+        ]
+    )
+    torch.testing.assert_close(trained, served, atol=ATOL, rtol=0)
+    assert (trained - trained_logits(drafter, sample.packed_taps(), sample.blocks)).nan_to_num().abs().max() > ATOL
+
+
 def test_another_block_does_not_change_a_block(drafter: DFlashDrafter) -> None:
     sample = make_sample(drafter)
     before = trained_logits(drafter, sample.packed_taps(), sample.blocks)

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from adaflash.errors import ConfigError
 from adaflash.speculative.drafter_loader import drafter_slots
 from adaflash.training.learner import Learner, StepReport, make_loss
 from adaflash.training.losses import PositionClip, TermClip
@@ -99,6 +100,14 @@ def test_the_length_head_can_be_left_alone(setup: TrainingSetup) -> None:
     head = {name for name in names if name.startswith("thresh_head")}
     assert len(head) == 6
     assert changed(setup, train_length_head=False) == names - head
+
+
+def test_the_length_head_can_learn_alone(setup: TrainingSetup) -> None:
+    moved = changed(setup, train_drafter=False)
+    assert moved
+    assert all(name.startswith("thresh_head") for name in moved)
+    with pytest.raises(ConfigError, match="train nothing: this drafter has a length head"):
+        changed(setup, train_drafter=False, train_length_head=False)
 
 
 def test_weight_decay_spares_norms_and_biases(setup: TrainingSetup) -> None:
