@@ -73,7 +73,10 @@ class ServedRequest:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Tokens per second of plain and of speculative decoding, turn by turn, `trainer` being running or paused."""
+    """Tokens per second of plain and of speculative decoding, turn by turn.
+
+    `trainer` is `running`, on its own half of the processors, or `paused`, and the server has them all.
+    """
 
     trainer: str
     plain: list[float]
@@ -132,6 +135,7 @@ async def run_session(config: SessionConfig, next_prompt: NextPrompt, on_progres
                 await session.compare("running")
                 process.send_signal(signal.SIGSTOP)
                 try:
+                    await running.engine.call(lambda _: _use_cpus([*server_cpus, *trainer_cpus]))
                     await session.compare("paused")
                 finally:
                     process.send_signal(signal.SIGCONT)
@@ -306,6 +310,14 @@ def _share_cpus() -> tuple[list[int], list[int]]:
     cpus = sorted(os.sched_getaffinity(0))
     half = (len(cpus) + 1) // 2
     return cpus[:half], cpus[half:] or cpus
+
+
+def _use_cpus(cpus: Sequence[int]) -> None:
+    """Let the calling thread, and those it starts for its math, use these processors."""
+    import torch
+
+    os.sched_setaffinity(0, cpus)
+    torch.set_num_threads(len(set(cpus)))
 
 
 @contextlib.contextmanager

@@ -116,7 +116,7 @@ async def serve_engine(engine: EngineClient, config: ServerConfig, online: Onlin
 
 async def _serve(engine: EngineClient, config: ServerConfig, online: OnlineLearning | None) -> int:
     from adaflash.engine.async_engine import AsyncEngine
-    from adaflash.rpc.lifecycle import SignalWatch, run_until_signalled
+    from adaflash.rpc.lifecycle import SignalWatch, finish_unless_signalled, run_until_signalled
     from adaflash.rpc.online_metrics import OnlineCollector
     from adaflash.rpc.server import GrpcServer
 
@@ -126,7 +126,9 @@ async def _serve(engine: EngineClient, config: ServerConfig, online: OnlineLearn
         server = GrpcServer(engine, config, [] if online is None else [OnlineCollector(online)])
         if online is not None:
             assert isinstance(engine, AsyncEngine), "what learns online is an AsyncEngine"
-            await online.start(engine)
+            if not await finish_unless_signalled(online.start(engine), watch):
+                await engine.close()
+                return 0
         await server.start()
     except BaseException:
         await engine.close()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+from collections.abc import Coroutine
 
 from adaflash.config import ServerConfig
 from adaflash.engine.base import EngineClient
@@ -38,6 +39,21 @@ class SignalWatch:
         self.last_signal = number
         logger.info("signal received signal=%s second=%s", signal.Signals(number).name, self.first.is_set())
         (self.second if self.first.is_set() else self.first).set()
+
+
+async def finish_unless_signalled(work: Coroutine[None, None, None], watch: SignalWatch) -> bool:
+    """Run `work` to its end; a signal cancels it, and False is returned."""
+    task, signalled = asyncio.create_task(work), asyncio.create_task(watch.first.wait())
+    try:
+        await asyncio.wait({task, signalled}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+            return True
+        return False
+    finally:
+        for one in (task, signalled):
+            one.cancel()
+        await asyncio.gather(task, signalled, return_exceptions=True)
 
 
 async def run_until_signalled(
