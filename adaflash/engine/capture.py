@@ -170,4 +170,9 @@ def start_capture(config: CaptureConfig, runner: Runner, blocks: BlockManager) -
         num_slots = blocks.num_blocks * blocks.block_size
         taps_size = len(drafter.tap_layer_ids) * hidden_size
         runner.features = FeaturePool(num_slots, taps_size, hidden_size, runner.target.dtype)
+        logger.info(
+            "features are captured bytes_per_token=%d most_bytes=%d",
+            runner.features.num_bytes_per_token,
+            runner.features.num_bytes_per_token * num_slots,
+        )
     return TrajectoryRecorder(config, runner.features, blocks)

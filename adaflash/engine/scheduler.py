@@ -83,11 +83,6 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.num_preemptions = 0
 
-    @property
-    def has_work(self) -> bool:
-        """Whether any sequence waits or runs."""
-        return bool(self.waiting or self.running)
-
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence."""
         self.waiting.append(seq)

@@ -90,10 +90,6 @@ class LossOutput:
         """Return the share of all vocabulary terms that were clipped, [] fp32; NaN without labels."""
         return self.clipped.sum() / self.label_mask.sum()
 
-    def clipped_positions(self) -> Tensor:
-        """Return the share of positions with a clipped term, [] fp32; NaN without labels."""
-        return (self.clipped > 0).sum() / self.label_mask.sum()
-
 
 @dataclass(frozen=True)
 class DraftLoss:

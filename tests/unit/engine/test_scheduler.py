@@ -37,6 +37,10 @@ class _World:
     def blocks(self) -> BlockManager:
         return self.scheduler.blocks
 
+    @property
+    def has_work(self) -> bool:
+        return bool(self.scheduler.waiting or self.scheduler.running)
+
     def _slot(self, seq: Sequence, position: int) -> int:
         block_size = self.blocks.block_size
         return seq.block_table[position // block_size] * block_size + position % block_size
@@ -159,12 +163,12 @@ def _run_schedule(seed: int) -> Counter[str]:
         if limits is not None and rng.random() < 0.05:  # The verify policy is switched.
             world.scheduler.limits = rng.choice([limits, None])
         plan = world.scheduler.schedule()
-        assert plan.scheduled or plan.preempted or not world.scheduler.has_work, "work waits, but nothing runs"
+        assert plan.scheduled or plan.preempted or not world.has_work, "work waits, but nothing runs"
         world.run(plan)
         world.check_references()
-        if not todo and not world.scheduler.has_work:
+        if not todo and not world.has_work:
             break
-    assert not world.scheduler.has_work, "every request finishes"
+    assert not world.has_work, "every request finishes"
     assert world.blocks.num_free == world.blocks.num_blocks
     return world.seen
 
