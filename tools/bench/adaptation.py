@@ -228,7 +228,7 @@ def print_summary(results: Results) -> None:
     if results.before is not None:
         print("before: " + ", ".join(f"{k} {v.acceptance_length:.3f}" for k, v in results.before.acceptance.items()))
     reference = {(run.spec.seed, run.spec.steps, run.spec.lr): run for run in results.runs if run.spec.label == "ce"}
-    print(f"{'loss':28s} steps seeds {'maths':>20s} {'against ce':>22s} {'code':>20s} train s   maths by position")
+    print(f"{'loss':28s}      lr steps seeds {'maths':>20s} {'against ce':>22s} {'code':>20s} train s   by position")
     for runs in results.groups():
         spec, last = runs[0].spec, [run.evaluations[-1] for run in runs]
         lengths = {name: [e.acceptance[name].acceptance_length for e in last] for name in HELD_OUT}
@@ -236,7 +236,7 @@ def print_summary(results: Results) -> None:
         against = [_final(run) - _final(other) for run, other in pairs if other is not None]
         positions = zip(*(e.acceptance["maths"].per_position for e in last), strict=True)
         print(
-            f"{spec.label:28s} {spec.steps:5d} {len(runs):5d} {_spread(lengths['maths']):>20s} "
+            f"{spec.label:28s} {spec.lr:7g} {spec.steps:5d} {len(runs):5d} {_spread(lengths['maths']):>20s} "
             f"{_spread(against) if against else '-':>22s} {_spread(lengths['code']):>20s} "
             f"{statistics.mean(e.train_s for e in last):7.1f}   "
             + " ".join(f"{statistics.mean(values):.3f}" for values in positions)
@@ -244,7 +244,7 @@ def print_summary(results: Results) -> None:
         for index, evaluation in enumerate(runs[0].evaluations[:-1]):
             at = {n: [run.evaluations[index].acceptance[n].acceptance_length for run in runs] for n in HELD_OUT}
             maths, code = map(_spread, at.values())
-            print(f"{'':28s} {evaluation.step:5d} {'':5s} {maths:>20s} {'':22s} {code:>20s}")
+            print(f"{'':36s} {evaluation.step:5d} {'':5s} {maths:>20s} {'':22s} {code:>20s}")
 
 
 def _final(run: Run) -> float:
