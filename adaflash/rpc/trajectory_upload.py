@@ -125,6 +125,7 @@ class TrajectoryUploader:
     async def start(self) -> None:
         """Begin, in the running event loop, behind what an earlier process delivered."""
         self._position = await asyncio.to_thread(self._restore)
+        self._spool.acknowledge(self._position)
         self._channel = open_channel(self._trainer, self._retry, self._timeout_s)
         # Messages are encoded in a thread: with captured features that takes milliseconds each.
         self._submit = self._channel.stream_unary(

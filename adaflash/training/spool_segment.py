@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import struct
 import zlib
@@ -148,6 +149,16 @@ class SegmentReader:
             self._file = self._path.open("rb")
         self._file.seek(offset)
         return self._file
+
+
+def count_records(segment: Segment, start: int) -> int:
+    """Return how many records lie behind `start`, where one begins; damage ends the count."""
+    num_records = 0
+    with SegmentReader(segment.path, start, segment.num_bytes) as reader, contextlib.suppress(DamagedSegmentError):
+        while (size := reader.next_size()) is not None:
+            reader.skip(size)
+            num_records += 1
+    return num_records
 
 
 def open_segment(path: Path) -> tuple[Segment, DamagedSegmentError | None]:

@@ -31,6 +31,7 @@ from adaflash.training.spool_segment import (
     DamagedSegmentError,
     Segment,
     SegmentReader,
+    count_records,
     open_segment,
     record_size,
 )
@@ -208,6 +209,7 @@ class TrajectorySpool:
         self._lock = threading.Lock()
         self._segments = [self._open(path) for path in sorted(directory.glob(f"*{_SUFFIX}"))]
         self._next_number = self._segments[-1].number + 1 if self._segments else 1
+        self._acknowledged = START
         self._is_disk_bad = False
         self._starts_new = False  # after a failure the last segment may be gone
         self._queue: queue.Queue[Trajectory | None] = queue.Queue(_QUEUE_SIZE)
@@ -324,6 +326,7 @@ class TrajectorySpool:
     def acknowledge(self, position: Position) -> None:
         """Delete the segments that end at or before `position`: their reader has them."""
         with self._lock:
+            self._acknowledged = max(self._acknowledged, position)
             done = [s for s in self._segments if (s.number, s.num_bytes) <= position and s is not self._segments[-1]]
             for segment in done:
                 self._remove(segment)
@@ -374,17 +377,23 @@ class TrajectorySpool:
     def _drop_old(self, num_new_bytes: int) -> None:
         now = self._clock()
         while self._segments and now - self._segments[0].started > self._max_age_s:
-            self.counters.dropped_age += self._remove(self._segments[0])
+            self.counters.dropped_age += self._drop(self._segments[0])
         while self._segments and sum(s.num_bytes for s in self._segments) + num_new_bytes > self._max_bytes:
-            self.counters.dropped_bytes += self._remove(self._segments[0])
+            self.counters.dropped_bytes += self._drop(self._segments[0])
 
-    def _remove(self, segment: Segment) -> int:
+    def _drop(self, segment: Segment) -> int:
+        """Remove a segment and return how many of its records their reader has not acknowledged."""
+        done = self._acknowledged
+        num_records = segment.num_records if done.segment < segment.number else count_records(segment, done.offset)
+        self._remove(segment)
+        return num_records
+
+    def _remove(self, segment: Segment) -> None:
         self._segments.remove(segment)
         try:
             segment.path.unlink(missing_ok=True)
         except OSError as error:
             logger.warning("a spool segment cannot be deleted path=%s reason=%s", segment.path, error)
-        return segment.num_records
 
     def _open(self, path: Path) -> Segment:
         segment, damage = open_segment(path)

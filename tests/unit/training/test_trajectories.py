@@ -120,6 +120,22 @@ def test_old_segments_go_and_a_clock_that_jumps_back_drops_nothing(tmp_path):
     spool.close()
 
 
+def test_what_was_acknowledged_is_not_lost_when_its_segment_goes(tmp_path):
+    now = [1e9]
+    spool = open_spool(tmp_path, segment_bytes=200_000, max_bytes=400_000, max_age_s=60, clock=lambda: now[0])
+    fill(spool, *range(10))
+    spool.acknowledge(spool.read(START, 7)[-1].end)
+    now[0] += 61
+    fill(spool, 10)
+    assert spool.counters.dropped_age == 3
+    assert ids(spool) == ["r10"]
+    spool.acknowledge(spool.end)
+    now[0] += 61
+    fill(spool, 11)
+    assert spool.counters.dropped_age == 3
+    spool.close()
+
+
 def test_a_restart_continues_where_it_was(tmp_path):
     spool = open_spool(tmp_path)
     fill(spool, *range(10))
