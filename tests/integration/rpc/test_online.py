@@ -3,77 +3,24 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from adaflash.config import EngineConfig, OnlineConfig, ServerConfig
-from adaflash.engine.async_engine import AsyncEngine
+from adaflash.config import EngineConfig, OnlineConfig
 from adaflash.errors import ConfigError
-from adaflash.models.digest import target_digest
-from adaflash.request import RequestOutput, SamplingParams
-from adaflash.rpc.client import GenerateClient
 from adaflash.rpc.online import OnlineLearning
-from adaflash.rpc.server import GrpcServer
-from adaflash.rpc.trainer_server import TrainerServer
 from adaflash.rpc.trainer_service import ACTIVE
 from adaflash.training.version_directory import Publication
-from adaflash.training.weight_store import WeightStore
-from tests.engines import TinySetup, random_prompts, run_all, tiny_engine
+from tests.engines import TinySetup
+from tests.online import GREEDY, PROMPTS, node_of, plain_tokens, trainer_of
 from tests.serving import eventually, run
-from tests.trainers import ListSink
-from tests.versions import Tensors, write_like
+from tests.versions import write_like
 
-VOCAB = 97
-PROMPTS = random_prompts(8, VOCAB, 20)
-GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 TIMEOUT_S = 90.0
-
-
-@dataclass
-class Trainer:
-    server: TrainerServer
-    store: WeightStore
-    sink: ListSink
-    digest: str
-    drafter: Path
-
-    def publish(self, seed: int, change: Callable[[Tensors], object] | None = None) -> int:
-        return self.store.publish(write_like(self.drafter, seed, change), Publication(self.digest, seed))
-
-
-@dataclass
-class Node:
-    """One server and what it learns with."""
-
-    engine: AsyncEngine
-    online: OnlineLearning
-    client: GenerateClient
-    expected: list[list[int]]
-
-    @property
-    def active(self) -> int:
-        assert self.online.manager is not None
-        return self.online.manager.active
-
-    async def request(self, index: int, params: SamplingParams = GREEDY) -> RequestOutput:
-        """Send a prompt; its reply must have plain decoding's tokens."""
-        reply = await self.client.generate(PROMPTS[index % len(PROMPTS)], params)
-        assert reply.outputs[0].token_ids == self.expected[index % len(PROMPTS)]
-        return reply
-
-    async def traffic(self, until: Callable[[], bool]) -> None:
-        numbers = iter(range(2000))
-
-        async def user() -> None:
-            while not until():
-                await self.request(next(numbers))
-
-        await asyncio.gather(*(user() for _ in range(4)))
 
 
 @pytest.fixture(scope="module")
@@ -83,58 +30,7 @@ def setup(tiny_setup: Callable[[str], TinySetup]) -> TinySetup:
 
 @pytest.fixture(scope="module")
 def expected(setup: TinySetup) -> list[list[int]]:
-    engine = tiny_engine(setup, None, EngineConfig(verify_policy="off", num_kv_blocks=64))
-    return [output.outputs[0].token_ids for output in run_all(engine, PROMPTS, GREEDY)]
-
-
-@asynccontextmanager
-async def trainer_of(setup: TinySetup, root: Path) -> AsyncIterator[Trainer]:
-    digest, store, sink = target_digest(setup.target), WeightStore(root), ListSink()
-    server = TrainerServer(store, sink, digest, ServerConfig(grpc_port=0, max_message_bytes=64 << 20))
-    await server.start()
-    try:
-        yield Trainer(server, store, sink, digest, setup.drafters["random"])
-    finally:
-        await server.stop()
-        store.close()
-
-
-@asynccontextmanager
-async def node_of(
-    setup: TinySetup, expected: list[list[int]], address: str, root: Path, **changes: object
-) -> AsyncIterator[Node]:
-    engine_config = EngineConfig(
-        model=str(setup.target),
-        draft=str(setup.drafters["random"]),
-        device="cpu",
-        verify_policy="fixed",
-        num_kv_blocks=64,
-        max_model_len=96,
-        block_size=8,
-        max_num_seqs=8,
-    )
-    online_config = OnlineConfig(
-        trainer=address,
-        online_dir=str(root),
-        canary_fraction=0.5,
-        canary_min_requests=4,
-        canary_max_requests=6,
-        trainer_wait_s=20.0,
-    )
-    online = OnlineLearning(replace(online_config, **changes), engine_config, root.name)  # type: ignore[arg-type]
-    engine = await asyncio.to_thread(AsyncEngine, engine_config, capture=online.capture)
-    try:
-        await online.start(engine)
-        server = GrpcServer(engine, ServerConfig(grpc_port=0))
-        await server.start()
-        try:
-            async with GenerateClient(server.address) as client:
-                yield Node(engine, online, client, expected)
-        finally:
-            await server.stop()
-    finally:
-        await engine.close()
-        await online.close()
+    return plain_tokens(setup)
 
 
 def test_three_servers_learn_from_one_trainer(setup: TinySetup, expected: list[list[int]], tmp_path: Path) -> None:
