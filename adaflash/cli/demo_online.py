@@ -55,6 +55,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--online", action="store_true", help="let the drafter learn another domain while it serves")
     group.add_argument("--minutes", type=float, default=10.0, metavar="N", help="of live traffic (default: 10)")
     group.add_argument("--concurrency", type=int, default=4, metavar="N", help="users (default: 4)")
+    group.add_argument(
+        "--templates",
+        type=int,
+        default=12,
+        metavar="N",
+        help="kinds of word problems in maths: the fewer, the narrower the domain, at most 52 (default: 12)",
+    )
     group.add_argument("--output", metavar="DIR", help="write session.json and session.png here")
     group.add_argument(
         "--switch-to", metavar="DOMAIN", choices=("code", "maths"), help="domain of the second half of the traffic"
@@ -75,13 +82,14 @@ def run(args: argparse.Namespace) -> int:
 
     args.domain = args.domain or "maths"
     _check(args)
+    next_prompt = prompts_of(args)
     configure_logging("ERROR")  # a paused trainer is part of the session
     console = Console(stderr=args.json)
     directories = demo_model_dir(), demo_drafter_dir()
     with tempfile.TemporaryDirectory(prefix="adaflash-online-") as folder:
         work = Path(folder)
         config = SessionConfig(work, args.minutes, args.concurrency, args.max_tokens, device=args.device)
-        record = asyncio.run(_until_terminated(_watch_session(config, prompts_of(args), console)))
+        record = asyncio.run(_until_terminated(_watch_session(config, next_prompt, console)))
         trainer = TrainerConfig(device=args.device, store=str(work / "osd"))
         with _replaying(console) as progress:
             replayed = replay_session(
@@ -124,7 +132,11 @@ def prompts_of(args: argparse.Namespace) -> NextPrompt:
     """Return what gives prompts without end, of the second domain once half of the time is over."""
     from adaflash.demo.traffic import code_prompts, maths_prompts
 
-    streams = {"maths": _endless(maths_prompts), "code": _endless(code_prompts)}
+    maths_prompts(1, 1, args.templates)  # refuses what there is not
+    streams = {
+        "maths": _endless(lambda seed, count: maths_prompts(seed, count, args.templates)),
+        "code": _endless(code_prompts),
+    }
 
     def next_prompt(now_s: float) -> DomainPrompt:
         has_switched = args.switch_to is not None and now_s > 30 * args.minutes
@@ -259,6 +271,7 @@ def _report(record: SessionRecord, replayed: list[ReplayedRequest], args: argpar
     last = last_third(replayed)
     return {
         "domain": args.domain,
+        "templates": args.templates,
         "switch_to": args.switch_to,
         "minutes": args.minutes,
         "concurrency": args.concurrency,

@@ -251,8 +251,8 @@ async def _server(config: SessionConfig, trainer: str, num_threads: int) -> Asyn
         trainer=trainer,
         online_dir=str(config.work_dir / "server"),
         canary_fraction=0.5,
-        canary_min_requests=6,
-        canary_max_requests=24,
+        canary_min_requests=4,
+        canary_max_requests=8,
     )
     online = OnlineLearning(online_config, engine_config, "demo")
     engine = await asyncio.to_thread(AsyncEngine, engine_config, capture=online.capture)

@@ -101,17 +101,25 @@ _WISHES: Final = (
 )
 
 
-def maths_prompts(seed: int, count: int) -> list[DomainPrompt]:
+def maths_prompts(seed: int, count: int, num_templates: int | None = None) -> list[DomainPrompt]:
     """Return `count` different grade-school word problems, each of which asks for a solution in steps.
 
     Every template is used once before any is used again. A smaller count with the same seed gives the first of them.
 
+    Args:
+        seed: Decides everything but which templates there are.
+        count: At most 20,000.
+        num_templates: Use so many of the templates, a narrower domain; None uses all.
+
     Raises:
-        ConfigError: `count` is not in [0, 20000].
+        ConfigError: `count` is not in [0, 20000], or there are not so many templates.
     """
     _check_count(count, MAX_MATHS_PROMPTS)
     rng = random.Random(seed)
-    templates = _shuffled_forever(_lines("maths_templates.txt"), rng)
+    lines = _lines("maths_templates.txt")
+    if num_templates is not None and not 1 <= num_templates <= len(lines):
+        raise ConfigError(f"num_templates={num_templates} is invalid: must be in [1, {len(lines)}]")
+    templates = _shuffled_forever(lines[:num_templates], rng)
     return _distinct(lambda: rng.choice(_STEPWISE).format(next(templates).format(**_draw_slots(rng))), count, "maths")
 
 

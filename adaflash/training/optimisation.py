@@ -71,8 +71,17 @@ class DrafterOptimizer:
         norms = GradientNorms(*(self._clip(self._parameters[is_head]) for is_head in (False, True)))
         if not all(map(math.isfinite, norms)):
             return None
+        self._warm_up()
         self._optimizer.step()
         return norms
+
+    def _warm_up(self) -> None:
+        """Set the rates of the next step: on few gradients AdamW moves every weight by its rate."""
+        states = self._optimizer.state.values()
+        num_steps = int(max((float(state["step"]) for state in states), default=0.0))
+        share = min(1.0, (num_steps + 1) / max(1, self._config.warmup_steps))
+        for group in self._optimizer.param_groups:
+            group["lr"] = share * group["full_rate"]
 
     def _clip(self, parameters: list[nn.Parameter]) -> float:
         return float(nn.utils.clip_grad_norm_(parameters, self._config.max_grad_norm)) if parameters else 0.0
@@ -100,7 +109,7 @@ class DrafterOptimizer:
                     if name.startswith(_HEAD_PREFIX) == is_head and self._has_decay(name) == (decay > 0)
                 ]
                 if members:
-                    yield {"params": members, "lr": rate, "weight_decay": decay}
+                    yield {"params": members, "lr": rate, "full_rate": rate, "weight_decay": decay}
                 if self._config.weight_decay == 0:
                     break
 

@@ -32,7 +32,8 @@ class TrainerConfig:
         spool: Directory of the trajectories received; None is `trainer/spool` in the cache folder.
         state: Directory of what a restart continues from; None is `trainer/state` in the cache folder.
         seed: Decides which trajectories and anchors are drawn.
-        lr: Learning rate of the drafter; constant.
+        lr: Learning rate of the drafter; constant after the warm-up.
+        warmup_steps: Steps with fresh moments over which the rates rise from 0; 0 for none.
         length_head_lr: Learning rate of the length head.
         weight_decay: Of matrices; norms and biases have none.
         beta1: Decay of AdamW's mean of gradients.
@@ -77,14 +78,15 @@ class TrainerConfig:
     spool: str | None = None
     state: str | None = None
     seed: int = 0
-    lr: float = 5e-4
+    lr: float = 3e-4
+    warmup_steps: int = 50
     length_head_lr: float = 2e-4
     weight_decay: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.95
     max_grad_norm: float = 1.0
-    trajectories_per_step: int = 2
-    anchors_per_trajectory: int = 20
+    trajectories_per_step: int = 4
+    anchors_per_trajectory: int = 10
     loss: LossName = "reverse_kl"
     alpha: float = 0.8
     clip: ClipName = "term"
@@ -128,6 +130,7 @@ class TrainerConfig:
         for name in ("recency_tokens", "min_tokens", "keep_versions"):
             self._check(name, getattr(self, name) >= 1, ">= 1")
         self._check("spool_bytes", self.spool_bytes >= MIN_TRAJECTORY_BYTES, f">= {MIN_TRAJECTORY_BYTES}")
+        self._check("warmup_steps", self.warmup_steps >= 0, ">= 0")
         self._check("max_trajectory_tokens", self.max_trajectory_tokens >= 3, ">= 3")
 
     def _check_types(self) -> None:

@@ -58,11 +58,12 @@ class RunSpec:
     lr: float
     freeze_context: bool
     replay_share: float
+    warmup_steps: int = 50
 
     @property
     def group(self) -> tuple[object, ...]:
         """What runs have in common that differ by seed only."""
-        return (self.variant, self.steps, self.lr, self.freeze_context, self.replay_share)
+        return (self.variant, self.steps, self.lr, self.freeze_context, self.replay_share, self.warmup_steps)
 
     @property
     def label(self) -> str:
@@ -137,7 +138,12 @@ class Bench:
 
     def run(self, spec: RunSpec) -> Run:
         """Train from the shipped weights and evaluate at even intervals, at the end last."""
-        fields = {"lr": spec.lr, "freeze_context": spec.freeze_context, "train_length_head": False}
+        fields = {
+            "lr": spec.lr,
+            "warmup_steps": spec.warmup_steps,
+            "freeze_context": spec.freeze_context,
+            "train_length_head": False,
+        }
         config = TrainerConfig.from_mapping({**VARIANTS[spec.variant], **fields})
         learner = self.learner(config)
         new, old = self.answers["maths_train"], self.answers["code_train"] if spec.replay_share else []
@@ -266,6 +272,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps of a run; default: 200")
     parser.add_argument("--evaluations", type=int, default=2, help="of a run, evenly spaced; default: 2")
     parser.add_argument("--lr", type=float, default=5e-4)
+    parser.add_argument("--warmup-steps", type=int, default=50)
     parser.add_argument("--freeze-context", action="store_true", help="leave the drafter's context side alone")
     parser.add_argument("--replay-share", type=float, default=0.0, help="of draws from code answers, in [0, 1]")
     parser.add_argument("--num-train", type=int, default=300, help="maths answers to train on")
@@ -304,7 +311,9 @@ def main() -> None:
         results.save()
     for seed in args.seeds:
         for variant in args.variants:
-            spec = RunSpec(variant, seed, args.steps, args.lr, args.freeze_context, args.replay_share)
+            spec = RunSpec(
+                variant, seed, args.steps, args.lr, args.freeze_context, args.replay_share, args.warmup_steps
+            )
             if spec in [run.spec for run in results.runs]:
                 continue
             bench.deadline.check()

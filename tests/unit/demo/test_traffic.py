@@ -90,3 +90,12 @@ def _refusal(generate: Generator, count: int) -> str:
     with pytest.raises(ConfigError) as refused:
         generate(0, count)
     return str(refused.value)
+
+
+def test_fewer_templates_make_a_narrower_domain() -> None:
+    lines = (DATA / "maths_templates.txt").read_text(encoding="utf-8").splitlines()[:2]
+    shapes = [re.compile(re.sub(r"\\{\w+\\}", ".+", re.escape(line))) for line in lines]
+    narrow = traffic.maths_prompts(3, 40, num_templates=2)
+    assert len({prompt.prompt for prompt in narrow}) == 40
+    assert all(any(shape.search(prompt.prompt) for shape in shapes) for prompt in narrow)
+    assert not all(any(shape.search(prompt.prompt) for shape in shapes) for prompt in traffic.maths_prompts(3, 40))

@@ -116,6 +116,21 @@ def test_weight_decay_spares_norms_and_biases(setup: TrainingSetup) -> None:
     assert kinds == {(3e-3, 0.1, True), (3e-3, 0.0, False), (7e-5, 0.1, True), (7e-5, 0.0, False)}
 
 
+def test_the_first_steps_are_small_and_fresh_moments_begin_again(setup: TrainingSetup, tmp_path: Path) -> None:
+    def moved(parts: TrainerParts) -> float:
+        """How far a step moves the weight that it moves most; AdamW's first step moves it by the rate."""
+        before = weights(parts.learner)
+        steps(setup, parts, 1)
+        return max(float((t - before[name]).abs().max()) for name, t in weights(parts.learner).items())
+
+    parts = setup.parts(lr=1e-2, length_head_lr=1e-2, warmup_steps=10)
+    assert moved(parts) == pytest.approx(1e-3, rel=1e-2)
+    assert moved(parts) > 1.5e-3
+    parts.learner.optimizer.reset()
+    assert moved(parts) == pytest.approx(1e-3, rel=1e-2)
+    assert moved(setup.parts(lr=1e-2, length_head_lr=1e-2, warmup_steps=0)) == pytest.approx(1e-2, rel=1e-2)
+
+
 def test_gradients_are_clipped(setup: TrainingSetup) -> None:
     parts = setup.parts(max_grad_norm=1e-3)
     (report,) = steps(setup, parts, 1)
