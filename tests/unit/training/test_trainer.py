@@ -135,7 +135,7 @@ def test_a_batch_that_is_not_finite_is_counted_and_spends_its_budget(
 
 
 def test_an_idle_window_is_trained_on_only_so_often(setup: TrainingSetup, opened: Opener) -> None:
-    running = opened(max_epochs=3.0, anchors_per_trajectory=5)
+    running = opened(max_epochs=3.0, trajectories_per_step=2, anchors_per_trajectory=5)
     fill(setup, running, count=4)
     num_anchors = 0
     while running.trainer.may_step():
