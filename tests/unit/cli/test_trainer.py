@@ -28,7 +28,7 @@ def test_a_trainer_has_defaults_of_its_own() -> None:
     configs = parse()
     assert configs.server.grpc_port == 50052
     assert configs.server.max_message_bytes == 256 << 20
-    assert configs.trainer.lr == 5e-4
+    assert configs.trainer == TrainerConfig()
 
 
 def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
