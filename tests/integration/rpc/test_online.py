@@ -13,6 +13,7 @@ import pytest
 from adaflash.config import EngineConfig, OnlineConfig
 from adaflash.errors import ConfigError
 from adaflash.rpc.online import OnlineLearning
+from adaflash.rpc.online_metrics import OnlineCollector
 from adaflash.rpc.trainer_service import ACTIVE
 from adaflash.training.version_directory import Publication
 from tests.engines import TinySetup
@@ -131,3 +132,33 @@ def test_learning_without_a_drafter_is_refused(setup: TinySetup, tmp_path: Path)
     config = OnlineConfig(trainer="127.0.0.1:1", online_dir=str(tmp_path))
     with pytest.raises(ConfigError, match="give --draft"):
         OnlineLearning(config, EngineConfig(model=str(setup.target), device="cpu"), "server")
+
+
+def test_metrics_count_trajectories_and_versions(setup: TinySetup, expected: list[list[int]], tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with (
+            trainer_of(setup, tmp_path / "store") as trainer,
+            node_of(setup, expected, trainer.server.address, tmp_path / "server") as node,
+        ):
+            collector = OnlineCollector(node.online)
+            trainer.publish(1)
+            await node.traffic(lambda: node.active == 1)
+            await eventually(lambda: _value(collector, "adaflash:trajectories_submitted", result="accepted") >= 8, 20.0)
+            assert _value(collector, "adaflash:drafter_versions", state="active") == 1
+            assert _value(collector, "adaflash:weight_updates", result="promoted") == 1
+            assert _value(collector, "adaflash:weight_updates", result="rolled_back") == 0
+            assert _value(collector, "adaflash:trainer_connected") == 1
+            assert _value(collector, "adaflash:weight_bytes") > 0
+            assert _value(collector, "adaflash:weight_update_seconds") > 0
+            assert _value(collector, "adaflash:trajectories_dropped", reason="disk") == 0
+            captured = _value(collector, "adaflash:trajectories_captured")
+            assert captured >= _value(collector, "adaflash:trajectories_submitted", result="accepted")
+
+    run(scenario(), TIMEOUT_S)
+
+
+def _value(collector: OnlineCollector, name: str, **labels: str) -> float:
+    """The only sample of that name and labels."""
+    samples = [sample for metric in collector.collect() if metric.name == name for sample in metric.samples]
+    (value,) = (sample.value for sample in samples if sample.labels == labels)
+    return value
