@@ -8,6 +8,7 @@ import asyncio
 import dataclasses
 import itertools
 import json
+import os
 import signal
 import statistics
 import sys
@@ -90,7 +91,8 @@ def run(args: argparse.Namespace) -> int:
         work = Path(folder)
         config = SessionConfig(work, args.minutes, args.concurrency, args.max_tokens, device=args.device)
         record = asyncio.run(_until_terminated(_watch_session(config, next_prompt, console)))
-        trainer = TrainerConfig(device=args.device, store=str(work / "osd"))
+        num_threads = len(os.sched_getaffinity(0))  # the server had left its own number behind
+        trainer = TrainerConfig(device=args.device, num_threads=num_threads, store=str(work / "osd"))
         with _replaying(console) as progress:
             replayed = replay_session(
                 record,
