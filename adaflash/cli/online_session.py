@@ -48,7 +48,7 @@ class SessionConfig:
     minutes: float = 10.0
     concurrency: int = 4
     max_tokens: int = 96
-    publish_interval_s: float = 30.0
+    publish_interval_s: float = 20.0
     trainer_flags: tuple[str, ...] = ()
     compare_s: float = 15.0
     compare_rounds: int = 3
@@ -246,13 +246,13 @@ async def _server(config: SessionConfig, trainer: str, num_threads: int) -> Asyn
         num_threads=num_threads,
         verify_policy="confidence",
     )
-    # Few requests: half of them try a new version, and a handful of either kind may decide.
+    # Few requests: half of them try a new version, and four of either kind decide.
     online_config = OnlineConfig(
         trainer=trainer,
         online_dir=str(config.work_dir / "server"),
         canary_fraction=0.5,
         canary_min_requests=4,
-        canary_max_requests=8,
+        canary_max_requests=4,
     )
     online = OnlineLearning(online_config, engine_config, "demo")
     engine = await asyncio.to_thread(AsyncEngine, engine_config, capture=online.capture)
