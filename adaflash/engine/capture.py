@@ -70,8 +70,6 @@ class TrajectoryRecorder:
 
     def __init__(self, config: CaptureConfig, features: FeaturePool | None, blocks: BlockManager) -> None:
         self.config, self.features = config, features
-        self.num_captured = 0
-        self.num_without_features = 0
         self._blocks = blocks
         self._rng = random.Random()  # which requests are captured need not repeat
         self._finished: queue.SimpleQueue[_Finished | None] = queue.SimpleQueue()
@@ -101,7 +99,6 @@ class TrajectoryRecorder:
             target_digest=self.config.target_digest,
             temperature=seq.request.params.temperature,
         )
-        self.num_captured += 1
         # The features of all tokens but the last are there, unless it was preempted and never ran again.
         has_blocks = self.features is not None and seq.num_computed >= seq.num_tokens - 1
         self._finished.put(_Finished(trajectory, seq.block_table if has_blocks else []))
@@ -152,7 +149,6 @@ class TrajectoryRecorder:
             block_size, num_rows = self._blocks.block_size, len(trajectory.token_ids) - 1
             read = self.features.read(finished.block_table, block_size, num_rows) if finished.block_table else None
             trajectory = replace(trajectory, features=read)
-            self.num_without_features += read is None
         self.config.outbox.put(trajectory)
 
 
