@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
+from typing import Never
 
 import torch
 from safetensors.torch import save_file
@@ -15,8 +18,16 @@ from tests.training_setups import TrainingSetup, open_trainer
 STEPS_PER_VERSION = 4
 
 
+def _die(*_: object) -> Never:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("SIGKILL ends it")
+
+
 def main() -> None:
-    """Continue to `num_steps`, publish after every few steps, then write masters and moments to `result`."""
+    """Continue to `num_steps`, publish after every few steps, then write masters and moments to `result`.
+
+    With `killed_at` it ends at that step, between saving its state and publishing.
+    """
     settings = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     setup = TrainingSetup(Path(settings["target"]), Path(settings["drafter"]))
@@ -24,10 +35,15 @@ def main() -> None:
     running.trainer.take_new()
     sys.stdout.write(f"ready {running.trainer.status.train_step}\n")
     sys.stdout.flush()
-    while running.trainer.status.train_step < settings["num_steps"]:
+    publish = running.store.publish
+    while True:
+        step = running.trainer.status.train_step
+        if step and step % STEPS_PER_VERSION == 0:
+            running.store.publish = _die if step == settings.get("killed_at") else publish  # type: ignore[method-assign]
+            running.trainer.publish()  # again after a restart: the step's key makes it one version
+        if step >= settings["num_steps"]:
+            break
         running.trainer.step()
-        if running.trainer.status.train_step % STEPS_PER_VERSION == 0:
-            running.trainer.publish()
     save_file({name: tensor.contiguous() for name, tensor in running.parts.learner.state().items()}, settings["result"])
     running.close()
 

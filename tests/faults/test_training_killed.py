@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -34,8 +35,8 @@ def setup(tmp_path: Path, tiny_qwen3: TinyModelBuilder, tiny_drafter: TinyDrafte
     return TrainingSetup(tmp_path / "target", tiny_drafter(tmp_path / "drafter", tmp_path / "target", length_head=True))
 
 
-def start(setup: TrainingSetup, root: Path) -> subprocess.Popen[str]:
-    settings = {
+def start(setup: TrainingSetup, root: Path, **settings: object) -> subprocess.Popen[str]:
+    settings |= {
         "target": str(setup.target),
         "drafter": str(setup.drafter),
         "root": str(root),
@@ -54,12 +55,13 @@ def finish(process: subprocess.Popen[str], root: Path) -> dict[str, Tensor]:
 
 
 def kill_after(process: subprocess.Popen[str], seconds: float) -> int | None:
-    """Kill it that long after it began to train; return the step it began at, None when it had ended."""
+    """Kill it that long after it began to train; return the step it began at, None when it had come to its end."""
     assert process.stdout is not None
     with process.stdout:
         line = process.stdout.readline()
         assert line.startswith("ready"), "it starts"
-        time.sleep(seconds)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
         process.kill()
         return int(line.split()[1]) if process.wait(TIMEOUT_S) < 0 else None
 
@@ -83,6 +85,7 @@ def test_a_killed_training_continues_to_the_same_weights(setup: TrainingSetup, t
         if first_step is None:
             break
         resumed_at.append(first_step)
+    kill_after(start(setup, tmp_path / "killed", killed_at=NUM_STEPS), TIMEOUT_S)
     got = finish(start(setup, tmp_path / "killed"), tmp_path / "killed")
     assert resumed_at, "it was killed while it trained"
     assert all(step % STEPS_PER_VERSION == 0 for step in resumed_at)

@@ -188,6 +188,27 @@ def test_a_version_published_just_before_a_crash_is_its_own(setup: TrainingSetup
     assert same(masters(running), weights)
 
 
+def test_what_was_saved_but_not_published_before_a_crash_is_published(
+    setup: TrainingSetup, opened: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = opened(max_epochs=1.0)
+    fill(setup, running)
+    while running.trainer.may_step():
+        train(running, 1)
+    num_steps = running.trainer.status.train_step
+
+    def crash(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(running.store, "publish", crash)
+    with pytest.raises(KeyboardInterrupt):
+        running.trainer.publish()  # the state is saved by now
+    running = opened(publish_interval_s=0.01, max_epochs=1.0)
+    with Background(running.trainer):
+        wait_until(lambda: running.store.newest() is not None)
+    assert [version.manifest.train_step for version in running.store.versions()] == [num_steps]
+
+
 def test_a_damaged_state_gives_way_to_the_one_before(setup: TrainingSetup, opened: Opener, tmp_path: Path) -> None:
     running = opened()
     fill(setup, running)
