@@ -97,11 +97,17 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Run:
-    """One finished training run."""
+    """One finished training run.
+
+    Attributes:
+        stale: The trained drafter over context rows the shipped one wrote: what a request that was running, or a
+            cached prefix, would meet that kept its rows across every version in between.
+    """
 
     spec: RunSpec
     num_threads: int
     evaluations: list[Evaluation]
+    stale: dict[str, Acceptance]
 
 
 class Bench:
@@ -120,21 +126,22 @@ class Bench:
         sizes = SetSizes(args.num_train, args.num_heldout, args.num_code, args.num_replay, args.max_tokens)
         taps = load_drafter_config(self._draft).tap_layer_ids
         self.answers = RecordedAnswers(args.data, sizes, model, self._head, self._backend, taps, self.deadline)
+        self.shipped = self.learner(TrainerConfig(train_length_head=False)).drafter
 
     def learner(self, config: TrainerConfig) -> Learner:
         """Return the shipped drafter, ready to be trained."""
         return Learner(self._draft, self._head, Backend(self._backend.device), config)
 
-    def evaluate(self, drafter: DFlashDrafter, step: int, train_s: float) -> Evaluation:
-        """Replay the held-out answers of every domain."""
-        acceptance = {}
+    def evaluate(self, drafter: DFlashDrafter, context_drafter: DFlashDrafter | None = None) -> dict[str, Acceptance]:
+        """Replay the held-out answers of every domain; `context_drafter` wrote the context rows, by default it did."""
+        limit, acceptance = self.answers.sizes.max_tokens, {}
         for name in HELD_OUT:
             results = [
-                replay(drafter, item.sequence, item.taps, max_output_tokens=self.answers.sizes.max_tokens)
+                replay(drafter, item.sequence, item.taps, max_output_tokens=limit, context_drafter=context_drafter)
                 for item in self.answers[name]
             ]
             acceptance[name] = _acceptance(ReplayResult.total(results))
-        return Evaluation(step, train_s, acceptance)
+        return acceptance
 
     def run(self, spec: RunSpec) -> Run:
         """Train from the shipped weights and evaluate at even intervals, at the end last."""
@@ -158,8 +165,8 @@ class Bench:
             if report is not None and not report.is_applied:
                 raise SystemExit(f"{spec}: loss or gradient of step {step} is not finite")
             if step in evaluate_at:
-                evaluations.append(self.evaluate(learner.drafter, step, train_s))
-        return Run(spec, torch.get_num_threads(), evaluations)
+                evaluations.append(Evaluation(step, train_s, self.evaluate(learner.drafter)))
+        return Run(spec, torch.get_num_threads(), evaluations, self.evaluate(learner.drafter, self.shipped))
 
 
 def _draw(
@@ -198,7 +205,12 @@ class Results:
                 raise SystemExit(f"{path} has another setup ({report['setup']}, not {setup}): give another --json")
             self.before = _evaluation(report["before"])
             self.runs = [
-                Run(RunSpec(**run["spec"]), run["num_threads"], list(map(_evaluation, run["evaluations"])))
+                Run(
+                    RunSpec(**run["spec"]),
+                    run["num_threads"],
+                    list(map(_evaluation, run["evaluations"])),
+                    _by_domain(run["stale"]),
+                )
                 for run in report["runs"]
             ]
 
@@ -224,9 +236,12 @@ class Results:
 
 
 def _evaluation(fields: dict[str, object]) -> Evaluation:
-    acceptance = fields.pop("acceptance")
-    assert isinstance(acceptance, dict), "an evaluation holds its acceptance by domain"
-    return Evaluation(**fields, acceptance={name: Acceptance(**each) for name, each in acceptance.items()})  # type: ignore[arg-type]
+    return Evaluation(**fields | {"acceptance": _by_domain(fields["acceptance"])})  # type: ignore[arg-type]
+
+
+def _by_domain(values: object) -> dict[str, Acceptance]:
+    assert isinstance(values, dict), "acceptance is kept by domain"
+    return {name: Acceptance(**each) for name, each in values.items()}
 
 
 def print_summary(results: Results) -> None:
@@ -234,23 +249,27 @@ def print_summary(results: Results) -> None:
     if results.before is not None:
         print("before: " + ", ".join(f"{k} {v.acceptance_length:.3f}" for k, v in results.before.acceptance.items()))
     reference = {(run.spec.seed, run.spec.steps, run.spec.lr): run for run in results.runs if run.spec.label == "ce"}
-    print(f"{'loss':28s}      lr steps seeds {'maths':>20s} {'against ce':>22s} {'code':>20s} train s   by position")
+    print(
+        f"{'loss':28s}      lr steps seeds {'maths':>20s} {'against ce':>22s} {'stale context':>20s} {'code':>20s} "
+        "train s   by position"
+    )
     for runs in results.groups():
         spec, last = runs[0].spec, [run.evaluations[-1] for run in runs]
         lengths = {name: [e.acceptance[name].acceptance_length for e in last] for name in HELD_OUT}
         pairs = [(run, reference.get((run.spec.seed, run.spec.steps, run.spec.lr))) for run in runs]
         against = [_final(run) - _final(other) for run, other in pairs if other is not None]
+        stale = [run.stale["maths"].acceptance_length for run in runs]
         positions = zip(*(e.acceptance["maths"].per_position for e in last), strict=True)
         print(
             f"{spec.label:28s} {spec.lr:7g} {spec.steps:5d} {len(runs):5d} {_spread(lengths['maths']):>20s} "
-            f"{_spread(against) if against else '-':>22s} {_spread(lengths['code']):>20s} "
+            f"{_spread(against) if against else '-':>22s} {_spread(stale):>20s} {_spread(lengths['code']):>20s} "
             f"{statistics.mean(e.train_s for e in last):7.1f}   "
             + " ".join(f"{statistics.mean(values):.3f}" for values in positions)
         )
         for index, evaluation in enumerate(runs[0].evaluations[:-1]):
             at = {n: [run.evaluations[index].acceptance[n].acceptance_length for run in runs] for n in HELD_OUT}
             maths, code = map(_spread, at.values())
-            print(f"{'':36s} {evaluation.step:5d} {'':5s} {maths:>20s} {'':22s} {code:>20s}")
+            print(f"{'':36s} {evaluation.step:5d} {'':5s} {maths:>20s} {'':43s} {code:>20s}")
 
 
 def _final(run: Run) -> float:
@@ -306,8 +325,7 @@ def main() -> None:
     setup = {**bench.answers.sizes._asdict(), "target": bench.answers.digest, "evaluations": args.evaluations}
     results = Results(args.json, setup)
     if results.before is None:
-        learner = bench.learner(TrainerConfig(train_length_head=False))
-        results.before = bench.evaluate(learner.drafter, 0, 0.0)
+        results.before = Evaluation(0, 0.0, bench.evaluate(bench.shipped))
         results.save()
     for seed in args.seeds:
         for variant in args.variants:
