@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps measured step costs in the cache folder, so that a later start on the same machine need not measure again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from adaflash import __version__
+from adaflash.cache.block_manager import BlockManager
+from adaflash.config import cache_dir
+from adaflash.engine.profile_cases import ProfileLimits
+from adaflash.engine.profiling import DEFAULT_BUDGET_S, profile
+from adaflash.engine.runner import Runner
+from adaflash.models.strict_json import parse_json
+from adaflash.speculative.cost_model import CostModel
+from adaflash.speculative.dflash import DFlashDrafter
+
+logger = logging.getLogger(__name__)
+
+# Raise it when measuring changes, so that what was measured before is not used any more.
+_FORMAT_VERSION = 1
+_FOLDER = "step-costs"
+
+
+def load_or_profile(
+    runner: Runner,
+    blocks: BlockManager,
+    limits: ProfileLimits,
+    budget_s: float = DEFAULT_BUDGET_S,
+    folder: Path | None = None,
+) -> CostModel:
+    """Return the costs remembered for this machine and these models, or measure and remember them.
+
+    Args:
+        runner: The models and their KV pools.
+        blocks: Whose blocks the pools hold.
+        limits: What the engine may pack.
+        budget_s: See `profile`.
+        folder: Where costs are kept; None is `step-costs` in the cache folder.
+
+    Raises:
+        CapacityError: They must be measured, and no KV block is free.
+    """
+    cache = CostCache(cost_identity(runner, blocks.block_size, limits), folder)
+    known = cache.load()
+    if known is not None:
+        return known
+    model = profile(runner, blocks, limits, budget_s)
+    cache.save(model)
+    return model
+
+
+def cost_identity(runner: Runner, block_size: int, limits: ProfileLimits) -> dict[str, object]:
+    """Return all that measured costs depend on, as plain JSON values; of models their shapes, not their weights."""
+    values = {
+        "adaflash": __version__,
+        "torch": torch.__version__,
+        "backend": runner.backend.name,
+        "device": _device_name(runner.backend.device),
+        "num_threads": torch.get_num_threads(),
+        "dtype": str(runner.target.dtype),
+        "target": asdict(runner.target.config),
+        "drafter": _drafter_layout(runner),
+        "kv_block_size": block_size,
+        "limits": asdict(limits),
+    }
+    plain: dict[str, object] = json.loads(json.dumps(values, default=str))
+    return plain
+
+
+class CostCache:
+    """One file of costs; nothing that is wrong with it stops anybody.
+
+    Args:
+        identity: What the costs depend on.
+        folder: Where files are kept; None is `step-costs` in the cache folder.
+    """
+
+    def __init__(self, identity: Mapping[str, object], folder: Path | None = None) -> None:
+        self._identity = dict(identity)
+        digest = hashlib.sha256(json.dumps(self._identity, sort_keys=True).encode()).hexdigest()
+        self.path = (cache_dir() / _FOLDER if folder is None else folder) / f"v{_FORMAT_VERSION}-{digest[:16]}.json"
+
+    def load(self) -> CostModel | None:
+        """Return the costs on file; None when there are none, or none that can be used, which is logged."""
+        try:
+            values = parse_json(self.path.read_bytes())
+            if not isinstance(values, dict) or values.get("identity") != self._identity:
+                raise ValueError("it was measured for something else")
+            model = CostModel.from_json(values.get("costs"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            logger.warning("step costs on file cannot be used path=%s reason=%s", self.path, error)
+            return None
+        logger.info("step costs loaded path=%s", self.path)
+        return model
+
+    def save(self, model: CostModel) -> None:
+        """Put costs on file, all of them or nothing; a folder that cannot be written is logged."""
+        values = {"identity": self._identity, "costs": model.to_json()}
+        data = (json.dumps(values, indent=1, allow_nan=False) + "\n").encode()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            _replace(self.path, data)
+        except OSError as error:
+            logger.warning("step costs cannot be kept and are measured at every start path=%s: %s", self.path, error)
+        else:
+            logger.info("step costs kept path=%s", self.path)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Write a file so that readers see its old or its new content, however many processes write."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = Path(name)
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.chmod(0o644)  # mkstemp makes 0600, which a shared cache folder could not serve.
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _drafter_layout(runner: Runner) -> dict[str, object] | None:
+    drafter = runner.drafter
+    if drafter is None:
+        return None
+    return {
+        "kind": type(drafter).__name__,
+        "config": asdict(drafter.config) if isinstance(drafter, DFlashDrafter) else None,
+        "draft_block_size": drafter.draft_block_size,
+        "num_layers": drafter.num_layers,
+        "num_kv_heads": drafter.num_kv_heads,
+        "head_dim": drafter.head_dim,
+        "tap_layer_ids": drafter.tap_layer_ids,
+        "num_columns": None if drafter.column_token_ids is None else len(drafter.column_token_ids),
+        "has_length_head": drafter.length_head is not None,
+    }
+
+
+def _device_name(device: torch.device) -> str:
+    """Return the name of the processor or accelerator as the system reports it."""
+    if device.type != "cpu":
+        return str(torch.get_device_module(device).get_device_name(device))
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return f"{line.partition(':')[2].strip()} x{os.cpu_count()}"
+    return f"{platform.processor() or platform.machine()} x{os.cpu_count()}"
