@@ -257,6 +257,24 @@ def test_a_million_updates_leave_it_sound() -> None:
     assert model.calibration_error <= MAX_ERROR
 
 
+def test_no_component_grows_without_bound() -> None:
+    """From its bound, a surprise takes it no further."""
+    model, classes = SurvivalModel(K), np.zeros(1, dtype=np.int64)
+    model._mean[:] = 20.0
+    model.observe(np.full((1, K), 0.001), classes, np.zeros(1), np.array([K]), np.array([K]))
+    assert np.abs(model._mean).max() <= 20
+    assert model._mean[0, K] < 19
+
+
+def test_nan_counts_as_no_confidence_and_no_length_head() -> None:
+    model, rng = SurvivalModel(K), np.random.default_rng(0)
+    _serve(model, rng, DRAFTERS["overconfident"], num_drafts=S)
+    classes = np.zeros(S, dtype=np.int64)
+    predicted = model.predict(np.full((S, K), np.nan), classes, np.full(S, np.nan))
+    np.testing.assert_array_equal(predicted, model.predict(np.zeros((S, K)), classes, None))
+    assert (predicted[:, 0] < 0.1).all()
+
+
 def test_rows_without_a_verified_draft_teach_nothing() -> None:
     model, rng = SurvivalModel(K), np.random.default_rng(0)
     confidence, classes, none = _confidence(rng), np.zeros(S, dtype=np.int64), np.zeros(S, dtype=np.int64)
