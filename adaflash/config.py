@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 from adaflash.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-VerifyPolicyName = Literal["auto", "off", "fixed", "confidence", "length_head"]
+VerifyPolicyName = Literal["auto", "off", "fixed", "confidence", "length_head", "goodput"]
 SamplingCoupling = Literal["gumbel", "rejection"]
 Supervision = Literal["captured", "recompute"]
 

@@ -59,6 +59,8 @@ class SamplingParams:
         logprobs: Log-probabilities of the chosen token and this many of the most likely; None for none.
         skip_special_tokens: Leave special tokens out of the text.
         allow_training: Let a server that learns online keep prompt and output to train its drafter.
+        max_inter_token_ms: Steps that decode this request are not made longer than this by drafts or others' prompts,
+            as far as plain decoding can keep it (policy `goodput`); None prefers throughput.
     """
 
     n: int = 1
@@ -80,6 +82,7 @@ class SamplingParams:
     logprobs: int | None = None
     skip_special_tokens: bool = True
     allow_training: bool = True
+    max_inter_token_ms: float | None = None
 
     def __post_init__(self) -> None:
         _check(_is_int(self.n) and 1 <= self.n <= 128, "n", self.n, "in [1, 128]")
@@ -103,6 +106,8 @@ class SamplingParams:
         _check(all(isinstance(s, str) and s for s in self.stop_strings), "stop", self.stop, "non-empty strings")
         valid_logprobs = self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS)
         _check(valid_logprobs, "logprobs", self.logprobs, f"None or in [0, {MAX_LOGPROBS}]")
+        if self.max_inter_token_ms is not None:
+            _check_float("max_inter_token_ms", self.max_inter_token_ms, 1e-3, 1e9, "None or a finite number > 0")
         for bias in (self.logit_bias or {}).values():
             _check_float("logit_bias", bias, -100.0, 100.0, "values in [-100, 100]")
 

@@ -15,16 +15,19 @@ import torch
 from adaflash.cache.block_manager import BlockManager
 from adaflash.config import EngineConfig
 from adaflash.engine.capture import CaptureConfig, start_capture
+from adaflash.engine.cost_cache import load_or_profile
 from adaflash.engine.detokenizer import Detokenizer
-from adaflash.engine.loading import LoadedEngine, load_engine, resolve_policy
+from adaflash.engine.loading import LoadedEngine, load_engine
 from adaflash.engine.merge import OutputMerger
 from adaflash.engine.output import SampleOutput, snapshot
 from adaflash.engine.preparation import RequestPreparer, as_params_list, as_prompt_list
+from adaflash.engine.profile_cases import ProfileLimits
 from adaflash.engine.request_state import RequestState, Sample
 from adaflash.engine.rollout import DrafterRollout
 from adaflash.engine.runner import Drafts, Round, Verified
-from adaflash.engine.scheduler import DraftLimits, Schedule, Scheduler
+from adaflash.engine.scheduler import Schedule, Scheduler
 from adaflash.engine.sequence import Sequence
+from adaflash.engine.speculation import Speculation
 from adaflash.engine.statistics import EngineCounters
 from adaflash.errors import RequestError
 from adaflash.request import (
@@ -38,7 +41,7 @@ from adaflash.request import (
     SpeculationStats,
     Usage,
 )
-from adaflash.speculative.budget import VerifyPolicy
+from adaflash.speculative.cost_model import CostModel
 from adaflash.training.trajectories import RoundCounts
 
 logger = logging.getLogger(__name__)
@@ -66,11 +69,12 @@ class Engine:
         self._runner = self._loaded.runner
         self._eos_token_ids = self._loaded.info.eos_token_ids
         self._blocks = BlockManager(self._loaded.num_kv_blocks, self._loaded.block_size, config.enable_prefix_caching)
-        self._policy = self._make_policy(config.verify_policy)
+        self._speculation = Speculation(config, self._runner.drafter, self._measure_costs)
         self._scheduler = Scheduler(
-            self._blocks, config.max_num_seqs, config.max_num_batched_tokens, self._draft_limits()
+            self._blocks, config.max_num_seqs, config.max_num_batched_tokens, self._speculation.limits
         )
-        self._counters = EngineCounters(self._draft_width)
+        self._follow_policy()
+        self._counters = EngineCounters(self._speculation.draft_width)
         self._requests: dict[str, RequestState] = {}
         self._samples: dict[int, Sample] = {}
         drafters = self._runner.drafters
@@ -105,7 +109,7 @@ class Engine:
             sample.seq.is_captured = is_captured
         if self._rollout is not None:
             self._rollout.assign(sample.seq for sample in samples)
-        stats = SpeculationStats(verify_policy=self._policy.name)
+        stats = SpeculationStats(verify_policy=self.verify_policy)
         unforked = [sample.seq for sample in samples[1:]]
         self._requests[request.request_id] = RequestState(request, samples, stats, unforked, len(samples))
         self._scheduler.add(samples[0].seq)
@@ -172,17 +176,27 @@ class Engine:
         started = time.perf_counter()
         if self._recorder is not None:
             self._recorder.give_back()
+        self._scheduler.takes_bare_prefixes = self._speculation.takes_bare_prefixes
         plan = self._scheduler.schedule()
+        for seq in plan.preempted:
+            self._drop_pending(seq)
         if not plan.scheduled:
             return []
+        self._speculation.begin_step(plan)
+        drafted_before = self._runner.times.draft
         self._register_new(plan)
         self._runner.copy_blocks(plan.copy_pairs)
+        caught_up = self._catch_up(plan)
         rounds, drafts = self._draft(plan)
-        verified = self._runner.verify(rounds, drafts, write_drafter_kv=self._scheduler.limits is not None)
+        verified = self._runner.verify(rounds, drafts)
         deltas = self._commit(rounds, verified)
         if self._rollout is not None:
             self._rollout.settle()
-        self._counters.end_step(time.perf_counter() - started, self._runner.times)
+        elapsed_s, draft_s = time.perf_counter() - started, self._runner.times.draft - drafted_before
+        num_drafting = sum(r.draft_row is not None for r in rounds)
+        num_verified = sum(len(r.draft_token_ids) for r in rounds)
+        self._speculation.end_step(num_drafting, num_verified, draft_s, elapsed_s - draft_s, caught_up)
+        self._counters.end_step(elapsed_s, self._runner.times)
         return deltas
 
     def _register_new(self, plan: Schedule) -> None:
@@ -196,43 +210,61 @@ class Engine:
                     seq.key, seq.request.prompt_token_ids, params, params.seed, seq.sample_index, self._eos_token_ids
                 )
 
+    def _catch_up(self, plan: Schedule) -> bool:
+        """Write the drafter context that was put off where it is needed now; returns whether there was some."""
+        backlog = self._runner.backlog
+        if backlog is None:
+            return False
+        behind = [item.seq for item in plan.scheduled if item.max_drafts > 0 and item.seq.num_pending]
+        if backlog.num_free < len(plan.scheduled):
+            behind = [seq for seq in self._scheduler.running if seq.num_pending]
+        if behind:
+            self._runner.write_pending(behind)
+            for seq in behind:
+                self._scheduler.catch_up(seq)
+        return bool(behind)
+
     def _draft(self, plan: Schedule) -> tuple[list[Round], Drafts | None]:
         drafting = [item for item in plan.scheduled if item.max_drafts > 0]
+        contexts = map(self._speculation.context, plan.scheduled)
         if not drafting:
-            return [Round(item, [], None) for item in plan.scheduled], None
+            return [Round(item, [], None, when) for item, when in zip(plan.scheduled, contexts, strict=True)], None
         drafts = self._runner.draft(drafting)
-        lens = self._policy.choose(drafts.signals, [item.max_drafts for item in drafting])
+        lens = self._speculation.choose(drafts.signals, drafting)
         rounds, row = [], 0
-        for item in plan.scheduled:
+        for item, when in zip(plan.scheduled, contexts, strict=True):
             if item.max_drafts > 0:
-                rounds.append(Round(item, drafts.token_ids[row][: lens[row]], row))
+                rounds.append(Round(item, drafts.token_ids[row][: lens[row]], row, when))
                 row += 1
             else:
-                rounds.append(Round(item, [], None))
+                rounds.append(Round(item, [], None, when))
         return rounds, drafts
 
     def _commit(self, rounds: list[Round], verified: list[Verified]) -> list[RequestOutput]:
         decided = iter(verified)
         touched: dict[str, list[Sample]] = {}
         corrupted: set[str] = set()
-        wrote_drafter_kv = self._scheduler.limits is not None
+        num_accepted: list[int] = []
         for r in rounds:
             seq, num_tokens, samples, _ = r.scheduled
             if not samples:
-                self._scheduler.commit(seq, num_tokens, wrote_drafter_kv)
+                self._scheduler.commit(seq, num_tokens, r.context)
                 continue
             result, sample = next(decided), self._samples[seq.key]
             touched.setdefault(seq.request.request_id, []).append(sample)
+            if r.draft_row is not None:
+                num_accepted.append(0 if result.corrupted else len(result.token_ids) - 1)
             if result.corrupted:
                 corrupted.add(seq.request.request_id)
             else:
-                self._commit_sample(sample, r, result, wrote_drafter_kv)
+                self._commit_sample(sample, r, result)
+        self._speculation.observe(num_accepted)
         return [
             self._fail(self._requests[key], samples) if key in corrupted else self._delta(self._requests[key], samples)
             for key, samples in touched.items()
         ]
 
-    def _commit_sample(self, sample: Sample, r: Round, result: Verified, wrote_drafter_kv: bool) -> None:
+    def _commit_sample(self, sample: Sample, r: Round, result: Verified) -> None:
         seq, output = sample.seq, sample.output
         state = self._requests[seq.request.request_id]
         was_decoding = seq.is_decoding
@@ -247,7 +279,7 @@ class Engine:
         self._counters.num_output_tokens += num_emitted
         if was_decoding:
             self._count_round(state.stats, sample, r, min(len(result.token_ids) - 1, num_emitted), num_emitted)
-        self._scheduler.commit(seq, num_emitted if was_decoding else r.scheduled.num_tokens, wrote_drafter_kv)
+        self._scheduler.commit(seq, num_emitted if was_decoding else r.scheduled.num_tokens, r.context)
         if state.unforked and seq is state.samples[0].seq:
             self._scheduler.fork(seq, state.unforked)
             state.unforked = []
@@ -269,7 +301,7 @@ class Engine:
         version = seq.drafter_version
         stats.num_verified_tokens += num_verified
         stats.num_accepted_tokens += num_accepted
-        stats.num_drafted_tokens += self._draft_width
+        stats.num_drafted_tokens += self._speculation.draft_width
         if version not in stats.drafter_versions:
             stats.drafter_versions += (version,)
         self._counters.count_draft(num_verified, num_accepted)
@@ -312,7 +344,14 @@ class Engine:
             request.prompt,
         )
 
+    def _drop_pending(self, seq: Sequence) -> None:
+        if self._runner.backlog is not None:
+            self._runner.backlog.drop(seq.key)
+
     def _retire(self, sample: Sample) -> None:
+        self._drop_pending(sample.seq)
+        self._scheduler.give_up_pending(sample.seq)
+        self._speculation.forget(sample.seq)
         if self._recorder is not None and self._recorder.record(sample):
             sample.seq.block_table = []  # the recorder's now
         self._scheduler.remove(sample.seq)
@@ -338,7 +377,7 @@ class Engine:
     @property
     def verify_policy(self) -> str:
         """Name of the active policy."""
-        return self._policy.name
+        return self._speculation.policy
 
     def set_verify_policy(self, name: str) -> None:
         """Switch the policy between two steps; tokens do not change, only how fast they come.
@@ -346,35 +385,25 @@ class Engine:
         Raises:
             ConfigError: The policy needs a drafter or a length head that is not there.
         """
-        self._policy = self._make_policy(name)
-        self._scheduler.limits = self._draft_limits()
+        self._speculation.switch(name)
+        self._follow_policy()
         for state in self._requests.values():
-            state.stats.verify_policy = self._policy.name
-        logger.info("verify policy set policy=%s", self._policy.name)
+            state.stats.verify_policy = self.verify_policy
+        logger.info("verify policy set policy=%s", self.verify_policy)
 
-    def _make_policy(self, name: str) -> VerifyPolicy:
+    def _measure_costs(self) -> CostModel:
         config = self.config
-        resolved = resolve_policy(name, self._runner.drafter)
-        return VerifyPolicy(
-            resolved,
-            self._draft_width + 1,
-            config.confidence_threshold,
-            config.length_head_rate,
-            config.length_head_min,
-        )
+        limits = ProfileLimits(config.max_num_seqs, config.max_num_batched_tokens, self._loaded.max_model_len)
+        return load_or_profile(self._runner, self._blocks, limits)
 
-    @property
-    def _draft_width(self) -> int:
-        """K, drafts per block; 0 without a drafter."""
-        drafter = self._runner.drafter
-        return 0 if drafter is None else drafter.draft_block_size - 1
-
-    def _draft_limits(self) -> DraftLimits | None:
-        drafter = self._runner.drafter
-        if drafter is None or self._policy.name == "off":
-            return None
-        max_drafts = min(self._draft_width, self.config.num_speculative_tokens or self._draft_width)
-        return DraftLimits(drafter.draft_block_size, max_drafts, drafter.max_position_embeddings)
+    def _follow_policy(self) -> None:
+        is_selective = self._speculation.goodput is not None
+        self._scheduler.limits = self._speculation.limits
+        self._scheduler.select = self._speculation.select if is_selective else None
+        if self._speculation.limits is None:
+            for seq in self._scheduler.running:
+                self._drop_pending(seq)
+                self._scheduler.give_up_pending(seq)
 
     # ---- reporting -------------------------------------------------------------------------------------------
 
@@ -384,7 +413,7 @@ class Engine:
         drafter = self._runner.drafter
         return replace(
             self._loaded.info,
-            verify_policy=self._policy.name,
+            verify_policy=self.verify_policy,
             drafter_version=None if drafter is None else drafter.version,
         )
 

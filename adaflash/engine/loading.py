@@ -7,12 +7,12 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 
 from adaflash.cache.kv_cache import KVCache, kv_bytes_per_block
-from adaflash.config import EngineConfig
+from adaflash.config import EngineConfig, VerifyPolicyName
 from adaflash.demo.drafter import demo_drafter_dir
 from adaflash.demo.model import DEMO_MODEL_NAME, demo_model_dir
 from adaflash.engine.runner import Runner
@@ -157,10 +157,8 @@ def resolve_policy(name: str, drafter: Drafter | None) -> str:
     """
     if name == "auto":
         return "off" if drafter is None else "confidence"
-    if name not in ("off", "fixed", "confidence", "length_head"):
-        raise ConfigError(
-            f"verify_policy={name!r} is invalid: must be one of auto, off, fixed, confidence, length_head"
-        )
+    if name not in get_args(VerifyPolicyName):
+        raise ConfigError(f"verify_policy={name!r} is invalid: must be one of {', '.join(get_args(VerifyPolicyName))}")
     if name != "off" and drafter is None:
         raise ConfigError(f"verify_policy={name!r} needs a drafter: give --draft, or use off")
     if name == "length_head" and (drafter is None or drafter.length_head is None):

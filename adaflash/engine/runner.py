@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from adaflash.cache.kv_cache import KVCache
+from adaflash.engine.context_backlog import ContextBacklog
 from adaflash.engine.features import FeaturePool
 from adaflash.engine.sampling import SamplingBuilder
 from adaflash.engine.scheduler import ScheduledSequence
+from adaflash.engine.sequence import ContextWrite, Sequence
 from adaflash.models.base import TargetModel
 from adaflash.ops.backend import Backend
 from adaflash.ops.metadata import PackedBatch, VerifyMetadata, device_tensor
@@ -42,11 +44,13 @@ class Round(NamedTuple):
         scheduled: Its share of the step.
         draft_token_ids: Drafts to verify, possibly none.
         draft_row: Its row in the step's `Drafts`; None when it did not draft.
+        context: When the drafter's context of its rows is written.
     """
 
     scheduled: ScheduledSequence
     draft_token_ids: list[int]
     draft_row: int | None
+    context: ContextWrite
 
 
 class Verified(NamedTuple):
@@ -83,6 +87,7 @@ class Runner:
 
     Attributes:
         features: Where the target's features of captured sequences are kept; None keeps none.
+        backlog: Features of tokens whose drafter context is still to be written; None without a drafter.
     """
 
     def __init__(
@@ -102,6 +107,7 @@ class Runner:
         self.sampling = sampling
         self.times = StepTimes()
         self.features: FeaturePool | None = None
+        self.backlog = None if drafters is None else _backlog(drafters.current, target, backend)
         self._target_kv = target_kv
         self._draft_kv = draft_kv
         self._keep_draft_logits = keep_draft_logits
@@ -154,52 +160,78 @@ class Runner:
         ratio = None if drafter.length_head is None else drafter.length_head.predict(block.hidden).tolist()
         return Drafts(block.token_ids.tolist(), DraftSignals(block.confidence.tolist(), ratio), block.logits)
 
-    def verify(self, rounds: list[Round], drafts: Drafts | None, write_drafter_kv: bool) -> list[Verified]:
+    def write_pending(self, seqs: list[Sequence]) -> None:
+        """Write the drafter context that was put off, of sequences that have some; the time counts as drafting."""
+        assert self.drafters is not None, "there is a drafter to write for"
+        assert self.backlog is not None, "a drafter comes with a backlog"
+        assert self._draft_kv is not None, "a drafter comes with its KV pool"
+        started = time.perf_counter()
+        seqs = sorted(seqs, key=lambda seq: seq.drafter_version)
+        for version, group in itertools.groupby(seqs, key=lambda seq: seq.drafter_version):
+            behind = list(group)
+            taps = self.backlog.take([seq.key for seq in behind])
+            positions, slots = _pending_rows(behind, self._draft_kv.block_size, self.backend.device)
+            self.drafters[version].write_context(taps, positions, slots, self._draft_kv)
+        self.times.draft += time.perf_counter() - started
+
+    def verify(self, rounds: list[Round], drafts: Drafts | None) -> list[Verified]:
         """Run the target over all rounds, and decide the tokens of those that sample, in order.
 
         Args:
-            rounds: Every scheduled sequence's part.
+            rounds: Every scheduled sequence's part. One whose context is written later has a single row.
             drafts: The step's drafts, when any sequence drafted.
-            write_drafter_kv: Whether to feed the drafter's context with this step's rows.
         """
         started = time.perf_counter()
         batch = pack([_entry(r) for r in rounds], self._target_kv.block_size, self.backend.device)
-        logits = self._forward(batch, rounds, write_drafter_kv)
+        logits = self._forward(batch, rounds)
         sampled = [r for r in rounds if r.scheduled.samples]
         verified = self._decide(sampled, logits, drafts) if sampled else []
         self.times.verify += time.perf_counter() - started
         return verified
 
-    def _forward(self, batch: PackedBatch, rounds: list[Round], write_drafter_kv: bool) -> Tensor:
+    def _forward(self, batch: PackedBatch, rounds: list[Round]) -> Tensor:
         """Return logits [R, V] of the rows that need them; writes the target's KV, the drafters', and the features."""
         meta = self.backend.attention_metadata(batch)
-        drafter = self.drafter
-        needs_taps = drafter is not None and (write_drafter_kv or self.features is not None)
+        drafter, contexts = self.drafter, [r.context for r in rounds]
+        needs_context = contexts.count(ContextWrite.NEVER) < len(contexts)
+        needs_taps = drafter is not None and (needs_context or self.features is not None)
         taps = drafter.tap_layer_ids if drafter is not None and needs_taps else ()
         out = self.target.forward(batch.token_ids, batch.positions, batch.slot_mapping, meta, self._target_kv, taps)
         if out.taps is not None:
-            if write_drafter_kv:
-                self._write_context(out.taps, batch, rounds)
+            if needs_context:
+                self._write_context(out.taps, batch, rounds, contexts)
             if self.features is not None:
                 self.features.write(batch, out.taps, out.hidden, [r.scheduled.seq.is_captured for r in rounds])
         return self.target.compute_logits(out.hidden[batch.logits_indices])
 
-    def _write_context(self, taps: Tensor, batch: PackedBatch, rounds: list[Round]) -> None:
-        """Write every sequence's drafter KV with its own version.
+    def _write_context(
+        self, taps: Tensor, batch: PackedBatch, rounds: list[Round], contexts: list[ContextWrite]
+    ) -> None:
+        """Write every sequence's drafter KV with its own version, or keep the features for later.
 
         Rejected rows are written too: they lie in the sequence's own lookahead slots and are overwritten.
         """
         assert self.drafters is not None, "there is a drafter to write for"
         assert self._draft_kv is not None, "a drafter comes with its KV pool"
-        versions = [r.scheduled.seq.drafter_version for r in rounds]
-        if len(set(versions)) == 1:
-            self.drafters[versions[0]].write_context(taps, batch.positions, batch.slot_mapping, self._draft_kv)
+        seqs = [r.scheduled.seq for r in rounds]
+        versions = {seq.drafter_version for seq in seqs}
+        if len(versions) == 1 and contexts.count(ContextWrite.NOW) == len(contexts):
+            self.drafters[versions.pop()].write_context(taps, batch.positions, batch.slot_mapping, self._draft_kv)
             return
-        row_versions = np.repeat(np.array(versions), batch.query_lens_cpu)
-        for version in set(versions):
-            rows = device_tensor(np.flatnonzero(row_versions == version), self.backend.device)
-            positions, slots = batch.positions[rows], batch.slot_mapping[rows]
-            self.drafters[version].write_context(taps[rows], positions, slots, self._draft_kv)
+        is_now = np.array([context is ContextWrite.NOW for context in contexts])
+        now = np.repeat(np.where(is_now, [seq.drafter_version for seq in seqs], -1), batch.query_lens_cpu)
+        for version in versions:
+            rows = np.flatnonzero(now == version)
+            if len(rows):
+                index = device_tensor(rows, self.backend.device)
+                positions, slots = batch.positions[index], batch.slot_mapping[index]
+                self.drafters[version].write_context(taps[index], positions, slots, self._draft_kv)
+        later = [i for i, context in enumerate(contexts) if context is ContextWrite.LATER]
+        if later:
+            assert self.backlog is not None, "a drafter comes with a backlog"
+            starts = np.cumsum(batch.query_lens_cpu) - batch.query_lens_cpu
+            index = device_tensor(starts[later], self.backend.device)
+            self.backlog.add([seqs[i].key for i in later], taps if len(later) == len(taps) else taps[index])
 
     def _decide(self, sampled: list[Round], logits: Tensor, drafts: Drafts | None) -> list[Verified]:
         seqs = [r.scheduled.seq for r in sampled]
@@ -245,6 +277,21 @@ class Runner:
                 results[s] = _token_logprobs(logits[row : row + len(tokens)], tokens, num_top)
             row += len(r.draft_token_ids) + 1
         return results
+
+
+def _backlog(drafter: Drafter, target: TargetModel, backend: Backend) -> ContextBacklog:
+    taps_size = len(drafter.tap_layer_ids) * target.config.hidden_size
+    return ContextBacklog(taps_size, target.dtype, backend.device)
+
+
+def _pending_rows(seqs: list[Sequence], block_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return positions and KV slots of all pending tokens, end to end."""
+    positions = [np.arange(seq.num_computed - seq.num_pending, seq.num_computed) for seq in seqs]
+    slots = [
+        np.array(seq.block_table)[rows // block_size] * block_size + rows % block_size
+        for seq, rows in zip(seqs, positions, strict=True)
+    ]
+    return device_tensor(np.concatenate(positions), device), device_tensor(np.concatenate(slots), device)
 
 
 def _merge(parts: list[Drafts], order: list[int]) -> Drafts:

@@ -4,12 +4,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from adaflash.cache.block_manager import MIXED_VERSIONS, BlockManager
-from adaflash.engine.sequence import Sequence
+from adaflash.engine.sequence import ContextWrite, Sequence
+
+# (decoding sequences, most drafts of each, rows left for prefill) -> most drafts of each, 0 for those not to draft.
+DraftSelector = Callable[[list[Sequence], list[int], int], list[int]]
+
+# When cached prefixes without drafter rows are taken too, every so-manieth request still computes its own, so that
+# somebody can draft.
+_OWN_CONTEXT_INTERVAL = 8
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,11 @@ class Scheduler:
         max_num_seqs: Most sequences in one step.
         max_num_batched_tokens: Most tokens in one target forward, drafts included; >= max_num_seqs.
         limits: None switches drafting off.
+
+    Attributes:
+        select: Decides which sequences draft; None lets all of them that can.
+        takes_bare_prefixes: Whether a request takes cached tokens without drafter rows, and so never drafts, rather
+            than compute them again.
     """
 
     def __init__(
@@ -79,9 +91,12 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.limits = limits
+        self.select: DraftSelector | None = None
+        self.takes_bare_prefixes = False
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self._num_started = 0
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence."""
@@ -113,6 +128,7 @@ class Scheduler:
             self.running.remove(seq)
         elif seq in self.waiting:
             self.waiting.remove(seq)
+        self.give_up_pending(seq)
         self._release(seq)
 
     def schedule(self) -> Schedule:
@@ -125,23 +141,37 @@ class Scheduler:
             self._admit(plan, budget)
         return plan
 
-    def commit(self, seq: Sequence, num_new: int, wrote_drafter_kv: bool) -> None:
+    def commit(self, seq: Sequence, num_new: int, context: ContextWrite) -> None:
         """Count `num_new` more tokens as computed, cache full blocks, and free the slots beyond.
 
         Args:
             seq: A sequence of the last schedule; its committed tokens are already appended.
             num_new: Rows of the step whose tokens are committed.
-            wrote_drafter_kv: Whether the drafter's KV was written for the same rows.
+            context: What became of the drafter's KV for the same rows.
         """
         block_size = self.blocks.block_size
         seq.num_computed += num_new
-        seq.has_drafter_kv = seq.has_drafter_kv and wrote_drafter_kv
-        if (seq.num_registered + 1) * block_size <= seq.num_computed:
-            self._register(seq)
+        if context is ContextWrite.LATER and seq.has_drafter_kv:
+            seq.num_pending += num_new
+        else:
+            assert not seq.num_pending, "what is pending is written before anything behind it"
+            seq.has_drafter_kv = seq.has_drafter_kv and context is ContextWrite.NOW
+        self._register_full(seq)
         num_blocks = -(-seq.num_computed // block_size)
         if len(seq.block_table) > num_blocks and seq.is_decoding:
             self.blocks.release(seq.block_table[num_blocks:])
             del seq.block_table[num_blocks:]
+
+    def catch_up(self, seq: Sequence) -> None:
+        """Count the pending rows of a sequence as written."""
+        seq.num_pending = 0
+        self._register_full(seq)
+
+    def give_up_pending(self, seq: Sequence) -> None:
+        """Offer what was computed to the prefix cache without the drafter rows that are missing."""
+        if seq.num_pending and seq.block_table:
+            seq.num_pending, seq.has_drafter_kv = 0, False
+            self._register_full(seq)
 
     # ---- parts of schedule() ---------------------------------------------------------------------------------
 
@@ -168,14 +198,24 @@ class Scheduler:
     def _schedule_decodes(self, decoding: list[Sequence], plan: Schedule) -> int:
         budget = self.max_num_batched_tokens - len(decoding)
         limits = self.limits
-        for seq in decoding:
-            drafts = 0 if limits is None else min(_max_drafts(seq, limits), budget)
+        most = [0 if limits is None else min(_max_drafts(seq, limits), budget) for seq in decoding]
+        if self.select is not None and any(most):
+            most = self.select(decoding, most, self._num_prefill_tokens(budget))
+        for seq, drafts in zip(decoding, most, strict=True):
+            drafts = min(drafts, budget)
             if limits is not None and drafts > 0:
                 if not self._reserve(seq, seq.num_computed + limits.draft_block_size, plan):
                     drafts = 0
                 budget -= drafts
             plan.scheduled.append(ScheduledSequence(seq, 1, True, drafts))
         return budget
+
+    def _num_prefill_tokens(self, budget: int) -> int:
+        """Return how many rows prefills will take at most, before they are planned."""
+        count = sum(seq.num_uncomputed for seq in self.running if not seq.is_decoding)
+        for seq, _ in zip(self.waiting, range(self.max_num_seqs - len(self.running)), strict=False):
+            count += seq.num_tokens
+        return min(count, budget)
 
     def _continue_prefills(self, plan: Schedule, budget: int) -> int:
         for seq in [s for s in self.running if not s.is_decoding]:
@@ -203,7 +243,10 @@ class Scheduler:
     def _start(self, seq: Sequence, plan: Schedule) -> bool:
         """Give `seq` blocks for all its tokens, from the prefix cache where possible; False when there are too few."""
         version = seq.drafter_version if seq.needs_own_context else None
-        matched, uid = self.blocks.match_prefix(seq.token_ids, self.limits is not None, version)
+        self._num_started += 1
+        is_bare_welcome = self.takes_bare_prefixes and self._num_started % _OWN_CONTEXT_INTERVAL != 0
+        needs_rows = self.limits is not None and not is_bare_welcome
+        matched, uid = self.blocks.match_prefix(seq.token_ids, needs_rows, version)
         needed = self.blocks.num_blocks_for(seq.num_tokens)
         versions = {self.blocks.drafter_version(block) for block in matched}
         seq.has_drafter_kv = None not in versions
@@ -264,8 +307,11 @@ class Scheduler:
             seq.block_table += fresh
         return True
 
-    def _register(self, seq: Sequence) -> None:
+    def _register_full(self, seq: Sequence) -> None:
+        """Offer full blocks to the prefix cache, once their drafter rows are written, or will never be."""
         block_size = self.blocks.block_size
+        if seq.num_pending:
+            return
         while (seq.num_registered + 1) * block_size <= seq.num_computed:
             start = seq.num_registered * block_size
             tokens = tuple(seq.token_ids[start : start + block_size])
@@ -280,12 +326,13 @@ class Scheduler:
         seq.num_computed = 0
         seq.num_registered, seq.last_uid = 0, 0
         seq.has_drafter_kv = seq.is_context_pure = True
-        seq.version_start = 0
+        seq.version_start, seq.num_pending = 0, 0
 
     def _preempt(self, seq: Sequence, plan: Schedule) -> None:
         self.running.remove(seq)
         lost = set(seq.block_table)
         plan.copy_pairs = [pair for pair in plan.copy_pairs if pair[1] not in lost]
+        self.give_up_pending(seq)
         self._release(seq)
         seq.num_preemptions += 1
         self.num_preemptions += 1

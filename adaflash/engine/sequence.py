@@ -3,8 +3,18 @@
 
 from __future__ import annotations
 
+from enum import Enum
+
 from adaflash.cache.block_manager import ROOT_UID
 from adaflash.request import Request
+
+
+class ContextWrite(Enum):
+    """When the drafter's context rows of a step's tokens are written: with the step, once it drafts again, or never."""
+
+    NOW = "now"
+    LATER = "later"
+    NEVER = "never"
 
 
 class Sequence:
@@ -24,7 +34,8 @@ class Sequence:
         num_prompt_tokens: Tokens of the prompt.
         block_table: KV blocks in order; covers at least the computed tokens.
         num_computed: Leading tokens whose target KV is written. The first token without KV is the anchor.
-        has_drafter_kv: Whether the drafter's KV is valid for all computed tokens.
+        has_drafter_kv: Whether the drafter's KV is valid for all computed tokens but the pending ones.
+        num_pending: Last computed tokens whose drafter KV is still to be written.
         drafter_version: Version that drafts for it and writes its drafter KV.
         version_start: Computed tokens when that version took over: rows before it are another's.
         is_context_pure: Whether all its drafter KV was written by that version.
@@ -48,6 +59,7 @@ class Sequence:
         "needs_own_context",
         "num_cached_tokens",
         "num_computed",
+        "num_pending",
         "num_preemptions",
         "num_prompt_tokens",
         "num_registered",
@@ -68,6 +80,7 @@ class Sequence:
         self.block_table: list[int] = []
         self.num_computed = 0
         self.has_drafter_kv = True
+        self.num_pending = 0
         self.drafter_version = 0
         self.version_start = 0
         self.is_context_pure = True

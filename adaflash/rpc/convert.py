@@ -37,6 +37,7 @@ _OPTIONAL_FIELDS = (
     "logprobs",
     "skip_special_tokens",
     "allow_training",
+    "max_inter_token_ms",
 )
 _FINISH_REASONS: dict[FinishReason, pb.FinishReason] = {
     "stop": pb.FINISH_REASON_STOP,

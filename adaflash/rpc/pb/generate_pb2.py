@@ -26,7 +26,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x61\x64\x61\x66lash/v1/generate.proto\x12\x0b\x61\x64\x61\x66lash.v1\"\xc4\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.adaflash.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x11.adaflash.v1.ChatH\x00\x12\x34\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x1b.adaflash.v1.SamplingParamsB\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"2\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.adaflash.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x96\x06\n\x0eSamplingParams\x12\x0e\n\x01n\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12>\n\nlogit_bias\x18\t \x03(\x0b\x32*.adaflash.v1.SamplingParams.LogitBiasEntry\x12\x11\n\x04seed\x18\n \x01(\x04H\x08\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x0b \x01(\rH\t\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x0c \x01(\rH\n\x88\x01\x01\x12\x0c\n\x04stop\x18\r \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0e \x03(\r\x12\"\n\x1ainclude_stop_str_in_output\x18\x0f \x01(\x08\x12\x12\n\nignore_eos\x18\x10 \x01(\x08\x12\x15\n\x08logprobs\x18\x11 \x01(\rH\x0b\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x12 \x01(\x08H\x0c\x88\x01\x01\x12\x1b\n\x0e\x61llow_training\x18\x13 \x01(\x08H\r\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x04\n\x02_nB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0b\n\t_logprobsB\x16\n\x14_skip_special_tokensB\x11\n\x0f_allow_training\"\xba\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12.\n\x07outputs\x18\x02 \x03(\x0b\x32\x1d.adaflash.v1.CompletionOutput\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.adaflash.v1.Usage\x12-\n\x0bspeculation\x18\x04 \x01(\x0b\x32\x18.adaflash.v1.Speculation\x12\x10\n\x08\x66inished\x18\x05 \x01(\x08\"\xe1\x01\n\x10\x43ompletionOutput\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.adaflash.v1.TokenLogprobs\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.adaflash.v1.FinishReason\x12\x17\n\rstop_token_id\x18\x06 \x01(\rH\x00\x12\x15\n\x0bstop_string\x18\x07 \x01(\tH\x00\x42\r\n\x0bstop_reason\"X\n\rTokenLogprobs\x12$\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x14.adaflash.v1.Logprob\x12!\n\x03top\x18\x02 \x03(\x0b\x32\x14.adaflash.v1.Logprob\":\n\x07Logprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\"X\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x03 \x01(\r\"\xc3\x01\n\x0bSpeculation\x12\x15\n\rverify_policy\x18\x01 \x01(\t\x12\x12\n\nnum_rounds\x18\x02 \x01(\r\x12\x1a\n\x12num_drafted_tokens\x18\x03 \x01(\r\x12\x1b\n\x13num_verified_tokens\x18\x04 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x05 \x01(\r\x12\x19\n\x11\x61\x63\x63\x65ptance_length\x18\x06 \x01(\x02\x12\x18\n\x10\x64rafter_versions\x18\x07 \x03(\x04\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\",\n\rAbortResponse\x12\x1b\n\x13\x61\x62orted_request_ids\x18\x01 \x03(\t\"\x16\n\x14GetServerInfoRequest\"\xa9\x04\n\nServerInfo\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05\x64raft\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x08 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\t \x01(\r\x12\x12\n\nblock_size\x18\n \x01(\r\x12\x15\n\rnum_kv_blocks\x18\x0b \x01(\r\x12\x15\n\rverify_policy\x18\x0c \x01(\t\x12\x19\n\x11sampling_coupling\x18\r \x01(\t\x12\x18\n\x10\x64raft_block_size\x18\x0e \x01(\r\x12\x1c\n\x0f\x64rafter_version\x18\x0f \x01(\x04H\x00\x88\x01\x01\x12\x15\n\reos_token_ids\x18\x10 \x03(\r\x12\x36\n\x08op_table\x18\x11 \x03(\x0b\x32$.adaflash.v1.ServerInfo.OpTableEntry\x12\x13\n\x0bnum_running\x18\x12 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x13 \x01(\r\x12\x1a\n\x12num_free_kv_blocks\x18\x14 \x01(\r\x1a.\n\x0cOpTableEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x12\n\x10_drafter_version*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x32\xb3\x02\n\nGeneration\x12G\n\x08Generate\x12\x1c.adaflash.v1.GenerateRequest\x1a\x1d.adaflash.v1.GenerateResponse\x12O\n\x0eGenerateStream\x12\x1c.adaflash.v1.GenerateRequest\x1a\x1d.adaflash.v1.GenerateResponse0\x01\x12>\n\x05\x41\x62ort\x12\x19.adaflash.v1.AbortRequest\x1a\x1a.adaflash.v1.AbortResponse\x12K\n\rGetServerInfo\x12!.adaflash.v1.GetServerInfoRequest\x1a\x17.adaflash.v1.ServerInfob\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x61\x64\x61\x66lash/v1/generate.proto\x12\x0b\x61\x64\x61\x66lash.v1\"\xc4\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.adaflash.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x11.adaflash.v1.ChatH\x00\x12\x34\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x1b.adaflash.v1.SamplingParamsB\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"2\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.adaflash.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xce\x06\n\x0eSamplingParams\x12\x0e\n\x01n\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12>\n\nlogit_bias\x18\t \x03(\x0b\x32*.adaflash.v1.SamplingParams.LogitBiasEntry\x12\x11\n\x04seed\x18\n \x01(\x04H\x08\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x0b \x01(\rH\t\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x0c \x01(\rH\n\x88\x01\x01\x12\x0c\n\x04stop\x18\r \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0e \x03(\r\x12\"\n\x1ainclude_stop_str_in_output\x18\x0f \x01(\x08\x12\x12\n\nignore_eos\x18\x10 \x01(\x08\x12\x15\n\x08logprobs\x18\x11 \x01(\rH\x0b\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x12 \x01(\x08H\x0c\x88\x01\x01\x12\x1b\n\x0e\x61llow_training\x18\x13 \x01(\x08H\r\x88\x01\x01\x12\x1f\n\x12max_inter_token_ms\x18\x14 \x01(\x01H\x0e\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x04\n\x02_nB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0b\n\t_logprobsB\x16\n\x14_skip_special_tokensB\x11\n\x0f_allow_trainingB\x15\n\x13_max_inter_token_ms\"\xba\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12.\n\x07outputs\x18\x02 \x03(\x0b\x32\x1d.adaflash.v1.CompletionOutput\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.adaflash.v1.Usage\x12-\n\x0bspeculation\x18\x04 \x01(\x0b\x32\x18.adaflash.v1.Speculation\x12\x10\n\x08\x66inished\x18\x05 \x01(\x08\"\xe1\x01\n\x10\x43ompletionOutput\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.adaflash.v1.TokenLogprobs\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.adaflash.v1.FinishReason\x12\x17\n\rstop_token_id\x18\x06 \x01(\rH\x00\x12\x15\n\x0bstop_string\x18\x07 \x01(\tH\x00\x42\r\n\x0bstop_reason\"X\n\rTokenLogprobs\x12$\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x14.adaflash.v1.Logprob\x12!\n\x03top\x18\x02 \x03(\x0b\x32\x14.adaflash.v1.Logprob\":\n\x07Logprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\"X\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x03 \x01(\r\"\xc3\x01\n\x0bSpeculation\x12\x15\n\rverify_policy\x18\x01 \x01(\t\x12\x12\n\nnum_rounds\x18\x02 \x01(\r\x12\x1a\n\x12num_drafted_tokens\x18\x03 \x01(\r\x12\x1b\n\x13num_verified_tokens\x18\x04 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x05 \x01(\r\x12\x19\n\x11\x61\x63\x63\x65ptance_length\x18\x06 \x01(\x02\x12\x18\n\x10\x64rafter_versions\x18\x07 \x03(\x04\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\",\n\rAbortResponse\x12\x1b\n\x13\x61\x62orted_request_ids\x18\x01 \x03(\t\"\x16\n\x14GetServerInfoRequest\"\xa9\x04\n\nServerInfo\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05\x64raft\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x08 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\t \x01(\r\x12\x12\n\nblock_size\x18\n \x01(\r\x12\x15\n\rnum_kv_blocks\x18\x0b \x01(\r\x12\x15\n\rverify_policy\x18\x0c \x01(\t\x12\x19\n\x11sampling_coupling\x18\r \x01(\t\x12\x18\n\x10\x64raft_block_size\x18\x0e \x01(\r\x12\x1c\n\x0f\x64rafter_version\x18\x0f \x01(\x04H\x00\x88\x01\x01\x12\x15\n\reos_token_ids\x18\x10 \x03(\r\x12\x36\n\x08op_table\x18\x11 \x03(\x0b\x32$.adaflash.v1.ServerInfo.OpTableEntry\x12\x13\n\x0bnum_running\x18\x12 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x13 \x01(\r\x12\x1a\n\x12num_free_kv_blocks\x18\x14 \x01(\r\x1a.\n\x0cOpTableEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x12\n\x10_drafter_version*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x32\xb3\x02\n\nGeneration\x12G\n\x08Generate\x12\x1c.adaflash.v1.GenerateRequest\x1a\x1d.adaflash.v1.GenerateResponse\x12O\n\x0eGenerateStream\x12\x1c.adaflash.v1.GenerateRequest\x1a\x1d.adaflash.v1.GenerateResponse0\x01\x12>\n\x05\x41\x62ort\x12\x19.adaflash.v1.AbortRequest\x1a\x1a.adaflash.v1.AbortResponse\x12K\n\rGetServerInfo\x12!.adaflash.v1.GetServerInfoRequest\x1a\x17.adaflash.v1.ServerInfob\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,8 +37,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_SERVERINFO_OPTABLEENTRY']._loaded_options = None
   _globals['_SERVERINFO_OPTABLEENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2677
-  _globals['_FINISHREASON']._serialized_end=2822
+  _globals['_FINISHREASON']._serialized_start=2733
+  _globals['_FINISHREASON']._serialized_end=2878
   _globals['_GENERATEREQUEST']._serialized_start=44
   _globals['_GENERATEREQUEST']._serialized_end=240
   _globals['_TOKENIDS']._serialized_start=242
@@ -48,31 +48,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHATMESSAGE']._serialized_start=319
   _globals['_CHATMESSAGE']._serialized_end=363
   _globals['_SAMPLINGPARAMS']._serialized_start=366
-  _globals['_SAMPLINGPARAMS']._serialized_end=1156
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=895
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=943
-  _globals['_GENERATERESPONSE']._serialized_start=1159
-  _globals['_GENERATERESPONSE']._serialized_end=1345
-  _globals['_COMPLETIONOUTPUT']._serialized_start=1348
-  _globals['_COMPLETIONOUTPUT']._serialized_end=1573
-  _globals['_TOKENLOGPROBS']._serialized_start=1575
-  _globals['_TOKENLOGPROBS']._serialized_end=1663
-  _globals['_LOGPROB']._serialized_start=1665
-  _globals['_LOGPROB']._serialized_end=1723
-  _globals['_USAGE']._serialized_start=1725
-  _globals['_USAGE']._serialized_end=1813
-  _globals['_SPECULATION']._serialized_start=1816
-  _globals['_SPECULATION']._serialized_end=2011
-  _globals['_ABORTREQUEST']._serialized_start=2013
-  _globals['_ABORTREQUEST']._serialized_end=2048
-  _globals['_ABORTRESPONSE']._serialized_start=2050
-  _globals['_ABORTRESPONSE']._serialized_end=2094
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=2096
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=2118
-  _globals['_SERVERINFO']._serialized_start=2121
-  _globals['_SERVERINFO']._serialized_end=2674
-  _globals['_SERVERINFO_OPTABLEENTRY']._serialized_start=2608
-  _globals['_SERVERINFO_OPTABLEENTRY']._serialized_end=2654
-  _globals['_GENERATION']._serialized_start=2825
-  _globals['_GENERATION']._serialized_end=3132
+  _globals['_SAMPLINGPARAMS']._serialized_end=1212
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=928
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=976
+  _globals['_GENERATERESPONSE']._serialized_start=1215
+  _globals['_GENERATERESPONSE']._serialized_end=1401
+  _globals['_COMPLETIONOUTPUT']._serialized_start=1404
+  _globals['_COMPLETIONOUTPUT']._serialized_end=1629
+  _globals['_TOKENLOGPROBS']._serialized_start=1631
+  _globals['_TOKENLOGPROBS']._serialized_end=1719
+  _globals['_LOGPROB']._serialized_start=1721
+  _globals['_LOGPROB']._serialized_end=1779
+  _globals['_USAGE']._serialized_start=1781
+  _globals['_USAGE']._serialized_end=1869
+  _globals['_SPECULATION']._serialized_start=1872
+  _globals['_SPECULATION']._serialized_end=2067
+  _globals['_ABORTREQUEST']._serialized_start=2069
+  _globals['_ABORTREQUEST']._serialized_end=2104
+  _globals['_ABORTRESPONSE']._serialized_start=2106
+  _globals['_ABORTRESPONSE']._serialized_end=2150
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=2152
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=2174
+  _globals['_SERVERINFO']._serialized_start=2177
+  _globals['_SERVERINFO']._serialized_end=2730
+  _globals['_SERVERINFO_OPTABLEENTRY']._serialized_start=2664
+  _globals['_SERVERINFO_OPTABLEENTRY']._serialized_end=2710
+  _globals['_GENERATION']._serialized_start=2881
+  _globals['_GENERATION']._serialized_end=3188
 # @@protoc_insertion_point(module_scope)

@@ -23,7 +23,7 @@ from tests.engines import (
 
 VOCAB = 97
 NUM_PROMPTS = 200
-POLICIES = ("off", "fixed", "confidence", "length_head")
+POLICIES = ("off", "fixed", "confidence", "length_head", "goodput")
 MAX_TOKENS = 14
 GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
 DRAFTERS = ("random", "zero", "right")
@@ -74,15 +74,18 @@ def test_greedy_output_equals_transformers(
         assert stats.num_accepted_tokens > 0.7 * stats.num_verified_tokens
 
 
+@pytest.mark.parametrize("policy", ["fixed", "goodput"])
 @pytest.mark.parametrize("drafter", ["random", "noisy"])
 @pytest.mark.parametrize("block_size", [1, 5, 16])
-def test_kv_exhaustion_and_tiny_steps_change_no_token(setup: TinySetup, drafter: str, block_size: int) -> None:
+def test_kv_exhaustion_and_tiny_steps_change_no_token(
+    setup: TinySetup, drafter: str, block_size: int, policy: str
+) -> None:
     """A pool for two or three sequences, prefill in chunks of a few tokens: preemption and recompute must happen."""
     prompts, params = PROMPTS[:40], SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     plain = run_all(tiny_engine(setup, None, EngineConfig(num_kv_blocks=300)), prompts, params)
     wanted = [output.outputs[0].token_ids for output in plain]
     config = EngineConfig(
-        verify_policy="fixed",
+        verify_policy=policy,
         max_num_seqs=8,
         max_num_batched_tokens=11,
         max_model_len=64,

@@ -11,7 +11,7 @@ import pytest
 
 from adaflash.cache.block_manager import BlockManager
 from adaflash.engine.scheduler import DraftLimits, Schedule, ScheduledSequence, Scheduler
-from adaflash.engine.sequence import Sequence
+from adaflash.engine.sequence import ContextWrite, Sequence
 from adaflash.request import Request, SamplingParams
 
 WIDTH = 5
@@ -24,13 +24,14 @@ def _sequence(key: int, prompt: list[int], max_tokens: int, n: int = 1) -> Seque
 
 @dataclass
 class _World:
-    """A scheduler, the sequences in it, and a model of what every KV slot holds."""
+    """A scheduler, the sequences in it, and a model of what every KV slot holds, of the target and of the drafter."""
 
     rng: random.Random
     scheduler: Scheduler
     alive: dict[int, Sequence] = field(default_factory=dict)
     unforked: dict[int, list[Sequence]] = field(default_factory=dict)
     slots: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    drafter_slots: dict[int, tuple[int, ...]] = field(default_factory=dict)
     seen: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -49,12 +50,13 @@ class _World:
         block_size = self.blocks.block_size
         destinations = [destination for _, destination in plan.copy_pairs]
         assert len(destinations) == len(set(destinations))
-        copies = {
-            destination * block_size + i: self.slots.get(source * block_size + i)
-            for source, destination in plan.copy_pairs
-            for i in range(block_size)
-        }
-        self.slots.update({slot: value for slot, value in copies.items() if value is not None})
+        for slots in (self.slots, self.drafter_slots):
+            copies = {
+                destination * block_size + i: slots.get(source * block_size + i)
+                for source, destination in plan.copy_pairs
+                for i in range(block_size)
+            }
+            slots.update({slot: value for slot, value in copies.items() if value is not None})
         self.seen["copied"] += len(plan.copy_pairs)
         self.seen["preempted"] += len(plan.preempted)
         self._check_writes(plan.scheduled)
@@ -63,6 +65,9 @@ class _World:
         assert len(plan.scheduled) <= self.scheduler.max_num_seqs
         for item in plan.scheduled:
             self._check_context(item.seq)
+            if item.max_drafts:
+                self._catch_up(item.seq)
+                self._check_drafter_context(item.seq)
         for item in plan.scheduled:
             self._commit(item)
 
@@ -88,16 +93,36 @@ class _World:
         for position in range(seq.num_computed):
             assert self.slots[self._slot(seq, position)] == tuple(seq.token_ids[: position + 1])
 
+    def _catch_up(self, seq: Sequence) -> None:
+        self.seen["caught up"] += seq.num_pending > 0
+        for position in range(seq.num_computed - seq.num_pending, seq.num_computed):
+            assert self.blocks.is_writable(seq.block_table[position // self.blocks.block_size])
+            self.drafter_slots[self._slot(seq, position)] = tuple(seq.token_ids[: position + 1])
+        self.scheduler.catch_up(seq)
+
+    def _check_drafter_context(self, seq: Sequence) -> None:
+        for position in range(seq.num_computed):
+            assert self.drafter_slots[self._slot(seq, position)] == tuple(seq.token_ids[: position + 1])
+
+    def _context(self, item: ScheduledSequence) -> ContextWrite:
+        seq = item.seq
+        if self.scheduler.limits is None or not seq.has_drafter_kv:
+            return ContextWrite.NEVER
+        is_plain = self.scheduler.select is not None and item.max_drafts == 0 and seq.is_decoding
+        return ContextWrite.LATER if is_plain or seq.num_pending else ContextWrite.NOW
+
     def _commit(self, item: ScheduledSequence) -> None:
-        seq, rng = item.seq, self.rng
+        seq, rng, context, first = item.seq, self.rng, self._context(item), item.seq.num_computed
         # A block draft scribbles over all lookahead slots before the target writes its rows.
         for position in range(seq.num_computed, seq.num_computed + (WIDTH if item.max_drafts else 0)):
             self.slots[self._slot(seq, position)] = (-1,)
+            self.drafter_slots[self._slot(seq, position)] = (-1,)
         tokens = seq.token_ids[: seq.num_computed + item.num_tokens]
         for position in range(seq.num_computed, len(tokens)):
             self.slots[self._slot(seq, position)] = tuple(tokens[: position + 1])
         if not item.samples:
-            self.scheduler.commit(seq, item.num_tokens, self.scheduler.limits is not None)
+            self._write_drafter_rows(seq, first, first + item.num_tokens, context)
+            self.scheduler.commit(seq, item.num_tokens, context)
             return
         verified = rng.randint(0, item.max_drafts)
         accepted = rng.randint(0, verified)
@@ -111,7 +136,9 @@ class _World:
         seq.append([rng.randrange(3)])
         emitted = len(seq.token_ids) - start
         finished = seq.num_output_tokens >= seq.max_output_tokens or rng.random() < 0.05
-        self.scheduler.commit(seq, emitted if was_decoding else item.num_tokens, self.scheduler.limits is not None)
+        num_new = emitted if was_decoding else item.num_tokens
+        self._write_drafter_rows(seq, first, first + num_new, context)
+        self.scheduler.commit(seq, num_new, context)
         children = self.unforked.pop(seq.key, [])
         if children:
             self.scheduler.fork(seq, children)
@@ -119,6 +146,18 @@ class _World:
             self.seen["forked"] += len(children)
         if finished:
             self.finish(seq)
+
+    def _write_drafter_rows(self, seq: Sequence, first: int, end: int, context: ContextWrite) -> None:
+        if context is ContextWrite.NOW:
+            for position in range(first, end):
+                self.drafter_slots[self._slot(seq, position)] = tuple(seq.token_ids[: position + 1])
+
+    def switch(self, limits: DraftLimits | None) -> None:
+        """Switch the verify policy."""
+        self.scheduler.limits = limits
+        if limits is None:
+            for seq in self.scheduler.running:
+                self.scheduler.give_up_pending(seq)
 
     def finish(self, seq: Sequence) -> None:
         self.scheduler.remove(seq)
@@ -144,7 +183,9 @@ def _world(rng: random.Random) -> _World:
 def _run_schedule(seed: int) -> Counter[str]:
     rng = random.Random(seed)
     world = _world(rng)
-    limits = world.scheduler.limits
+    limits, is_selective = world.scheduler.limits, rng.random() < 0.5
+    if is_selective:
+        world.scheduler.select = lambda _, most, __: [count if rng.random() < 0.3 else 0 for count in most]
     prompts = [[rng.randrange(3) for _ in range(rng.randint(1, 14))] for _ in range(3)]
     todo, key = rng.randint(2, 6), 0
     for _ in range(400):
@@ -161,7 +202,9 @@ def _run_schedule(seed: int) -> Counter[str]:
             world.finish(rng.choice(list(world.alive.values())))  # Abort.
             world.seen["aborted"] += 1
         if limits is not None and rng.random() < 0.05:  # The verify policy is switched.
-            world.scheduler.limits = rng.choice([limits, None])
+            world.switch(rng.choice([limits, None]))
+        if is_selective:
+            world.scheduler.takes_bare_prefixes = rng.random() < 0.5
         plan = world.scheduler.schedule()
         assert plan.scheduled or plan.preempted or not world.has_work, "work waits, but nothing runs"
         world.run(plan)
@@ -181,4 +224,4 @@ def test_random_schedules_write_only_exclusive_slots_and_leak_nothing(chunk: int
             seen += _run_schedule(seed)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
-    assert all(seen[what] > 100 for what in ("drafted", "copied", "preempted", "forked", "aborted")), seen
+    assert all(seen[what] > 100 for what in ("drafted", "caught up", "copied", "preempted", "forked", "aborted")), seen

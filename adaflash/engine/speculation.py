@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a running engine speculates: the active verify policy, asked before and after drafting, told what came of it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+
+from adaflash.config import EngineConfig
+from adaflash.engine.loading import resolve_policy
+from adaflash.engine.scheduler import DraftLimits, Schedule, ScheduledSequence
+from adaflash.engine.sequence import ContextWrite, Sequence
+from adaflash.speculative.base import Drafter
+from adaflash.speculative.budget import DraftSignals, VerifyPolicy
+from adaflash.speculative.cost_model import CostModel
+from adaflash.speculative.goodput import Candidate, GoodputPolicy, StepLoad
+from adaflash.speculative.survival import temperature_class
+
+logger = logging.getLogger(__name__)
+
+
+class Speculation:
+    """The verify policy and what it needs to know about steps.
+
+    Args:
+        config: Names the policy and its settings.
+        drafter: Of the shapes being served; None: every policy but `off` is refused.
+        measure: Returns the cost of steps, measured or remembered; called once `goodput` is switched on.
+
+    Raises:
+        ConfigError: The policy needs a drafter or a length head that is not there.
+    """
+
+    def __init__(self, config: EngineConfig, drafter: Drafter | None, measure: Callable[[], CostModel]) -> None:
+        self._config = config
+        self._drafter = drafter
+        self._measure = measure
+        self._costs: CostModel | None = None
+        self._rule = VerifyPolicy("off", 1)
+        self._goodput: GoodputPolicy | None = None
+        self._load = StepLoad(0, 0, 0, 0)
+        self.switch(config.verify_policy)
+
+    # ---- which policy ----------------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> str:
+        """Name of the active policy."""
+        return self._rule.name
+
+    def switch(self, name: str) -> None:
+        """Make another policy the active one, between two steps.
+
+        Raises:
+            ConfigError: The policy needs a drafter or a length head that is not there.
+        """
+        config, resolved = self._config, resolve_policy(name, self._drafter)
+        if resolved == "goodput" and self._goodput is None:
+            self._costs = self._measure()
+            self._goodput = GoodputPolicy(self._costs, self.draft_width)
+        self._rule = VerifyPolicy(
+            resolved,
+            self.draft_width + 1,
+            config.confidence_threshold,
+            config.length_head_rate,
+            config.length_head_min,
+        )
+
+    @property
+    def draft_width(self) -> int:
+        """K, drafts per block; 0 without a drafter."""
+        return 0 if self._drafter is None else self._drafter.draft_block_size - 1
+
+    @property
+    def limits(self) -> DraftLimits | None:
+        """What a sequence may draft at all; None when nothing is drafted."""
+        if self._drafter is None or self.policy == "off":
+            return None
+        max_drafts = min(self.draft_width, self._config.num_speculative_tokens or self.draft_width)
+        return DraftLimits(self._drafter.draft_block_size, max_drafts, self._drafter.max_position_embeddings)
+
+    @property
+    def goodput(self) -> GoodputPolicy | None:
+        """The policy `goodput` while it is the active one."""
+        return self._goodput if self.policy == "goodput" else None
+
+    # ---- in a step -------------------------------------------------------------------------------------------
+
+    @property
+    def takes_bare_prefixes(self) -> bool:
+        """Whether cached tokens without drafter rows are as good as any, since drafting does not pay now."""
+        return self.goodput is not None and not self.goodput.is_drafting
+
+    def select(self, decoding: list[Sequence], max_drafts: list[int], num_prefill: int) -> list[int]:
+        """See `DraftSelector`; only for `goodput`."""
+        policy = self.goodput
+        assert policy is not None, "other policies let everybody draft"
+        candidates = [_candidate(seq, most) for seq, most in zip(decoding, max_drafts, strict=True)]
+        load = StepLoad(
+            len(decoding) + (num_prefill > 0),
+            len(decoding),
+            len(decoding) + num_prefill,
+            sum(seq.num_computed for seq in decoding),
+            _max_step_s(decoding),
+        )
+        drafts = policy.select(candidates, load)
+        return [most if does else 0 for most, does in zip(max_drafts, drafts, strict=True)]
+
+    def begin_step(self, plan: Schedule) -> None:
+        """Take notice of what runs in the step that begins."""
+        if self.goodput is not None:
+            self._load = _load(plan)
+
+    def choose(self, signals: DraftSignals, drafting: list[ScheduledSequence]) -> list[int]:
+        """Return how many drafts each sequence of `drafting` verifies."""
+        policy = self.goodput
+        if policy is None:
+            return self._rule.choose(signals, [item.max_drafts for item in drafting])
+        return policy.choose(signals, [_candidate(item.seq, item.max_drafts) for item in drafting], self._load)
+
+    def context(self, item: ScheduledSequence) -> ContextWrite:
+        """Return when the drafter's context of a sequence's rows is to be written."""
+        seq = item.seq
+        if self.limits is None or not seq.has_drafter_kv:
+            return ContextWrite.NEVER
+        is_plain = self.goodput is not None and item.max_drafts == 0 and seq.is_decoding
+        return ContextWrite.LATER if is_plain or seq.num_pending else ContextWrite.NOW
+
+    def observe(self, num_accepted: list[int]) -> None:
+        """Learn how many drafts the target accepted, in the order of `choose`."""
+        if self.goodput is not None and num_accepted:
+            self.goodput.observe(num_accepted)
+
+    def end_step(self, num_drafting: int, num_verified: int, draft_s: float, rest_s: float, caught_up: bool) -> None:
+        """Learn what the step cost.
+
+        Args:
+            num_drafting: Sequences that drafted.
+            num_verified: Drafts verified.
+            draft_s: Seconds spent drafting.
+            rest_s: All other seconds of the step.
+            caught_up: Whether `draft_s` includes context that had been put off.
+        """
+        policy, costs = self.goodput, self._costs
+        if policy is None:
+            return
+        assert costs is not None, "goodput has its costs"
+        load = self._load
+        if num_drafting and not caught_up:
+            costs.observe_draft(num_drafting, load.num_context, draft_s)
+        costs.observe_verify(load.num_seqs, load.num_tokens + num_verified, load.num_context, rest_s)
+        policy.end_step(draft_s + rest_s, load)
+
+    def forget(self, seq: Sequence) -> None:
+        """Drop what is known of a sequence that has ended."""
+        if self._goodput is not None:
+            self._goodput.forget(seq.key)
+
+
+def _candidate(seq: Sequence, max_drafts: int) -> Candidate:
+    kind = temperature_class(seq.request.params.temperature)
+    return Candidate(seq.key, kind, seq.drafter_version, max_drafts)
+
+
+def _load(plan: Schedule) -> StepLoad:
+    items = plan.scheduled
+    sampling = [item.seq for item in items if item.samples]
+    return StepLoad(
+        len(items),
+        len(sampling),
+        sum(item.num_tokens for item in items),
+        sum(item.seq.num_computed for item in items),
+        _max_step_s([seq for seq in sampling if seq.is_decoding]),
+    )
+
+
+def _max_step_s(decoding: list[Sequence]) -> float:
+    limits = (seq.request.params.max_inter_token_ms for seq in decoding)
+    return min((limit / 1000 for limit in limits if limit is not None), default=math.inf)

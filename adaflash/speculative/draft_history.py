@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What past drafts promised, by sequence and by first drafts: the grounds on which it is decided who drafts at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from adaflash.speculative.allocation import FloatArray, IntArray
+
+_NUM_OWN, _NUM_FIRST = 4, 24  # drafts remembered of a sequence; first drafts remembered of a temperature class
+_FIRST_WEIGHT = (1.0, 0.25)  # what first drafts showed, in drafts of the sequence's own, by how many it has
+
+
+class Prospect(NamedTuple):
+    """What a draft of each of n sequences can be expected to bring.
+
+    Attributes:
+        surplus: [n] expected accepted tokens beyond what verifying them costs, in tokens.
+        tokens: [n] expected accepted tokens.
+        rows: [n] expected drafts verified.
+    """
+
+    surplus: FloatArray
+    tokens: FloatArray
+    rows: FloatArray
+
+
+# (confidence [n, K], classes [n], length ratio [n] or None) -> survival [n, K]
+Predict = Callable[[FloatArray, IntArray, "FloatArray | None"], FloatArray]
+
+
+class _Ring:
+    """The last drafts of each of n things: what was known of them, and what that says by now.
+
+    Attributes:
+        survival: [n, size, K].
+        num_added: [n] drafts so far.
+    """
+
+    def __init__(self, num: int, size: int, num_positions: int) -> None:
+        self.survival = np.zeros((num, size, num_positions))
+        self.num_added = np.zeros(num, dtype=np.int64)
+        self._confidence = np.zeros((num, size, num_positions))
+        self._ratio = np.full((num, size), np.nan)
+        self._classes = np.zeros((num, size), dtype=np.int64)
+        self._size = size
+
+    @property
+    def num_known(self) -> IntArray:
+        """Drafts remembered of each, [n]."""
+        return np.minimum(self.num_added, self._size)
+
+    def add(self, index: int, kind: int, survival: FloatArray, confidence: FloatArray, ratio: float) -> None:
+        place = index, int(self.num_added[index]) % self._size
+        self.survival[place], self._confidence[place] = survival, confidence
+        self._ratio[place], self._classes[place] = ratio, kind
+        self.num_added[index] += 1
+
+    def refresh(self, predict: Predict) -> None:
+        known = np.arange(self._size) < self.num_known[:, None]
+        if known.any():
+            ratio = self._ratio[known]
+            self.survival[known] = predict(
+                self._confidence[known], self._classes[known], None if np.isnan(ratio).any() else ratio
+            )
+
+    def grow(self) -> None:
+        for name in ("survival", "num_added", "_confidence", "_ratio", "_classes"):
+            rows = getattr(self, name)
+            setattr(self, name, np.concatenate((rows, np.zeros_like(rows))))
+
+
+class DraftHistory:
+    """Survivals of the last drafts. A draft promises sum_k max(0, survival_k - price), the mean of that counts.
+
+    The mean of promises, not the promise of a mean: verifying follows the confidence of each draft, so that a
+    sequence with some very good drafts among bad ones is worth drafting for.
+
+    Args:
+        num_positions: K.
+        num_classes: Temperature classes; a new sequence is expected to do as the last ones of its class did at first.
+    """
+
+    def __init__(self, num_positions: int, num_classes: int) -> None:
+        self._first = _Ring(num_classes, _NUM_FIRST, num_positions)
+        self._own = _Ring(16, _NUM_OWN, num_positions)
+        self._slots: dict[int, int] = {}
+        self._free = list(range(15, -1, -1))
+
+    def num_drafts(self, keys: list[int]) -> IntArray:
+        """Return how often each sequence drafted, [n]."""
+        slots = [self._slots.get(key) for key in keys]
+        return np.array([0 if slot is None else self._own.num_added[slot] for slot in slots])
+
+    def add(
+        self,
+        keys: list[int],
+        classes: IntArray,
+        survival: FloatArray,
+        confidence: FloatArray,
+        length_ratio: FloatArray | None,
+    ) -> None:
+        """Remember a draft of each sequence, [n, K], and what was known of it."""
+        ratios = np.full(len(keys), np.nan) if length_ratio is None else length_ratio
+        for key, kind, *row in zip(keys, classes.tolist(), survival, confidence, ratios, strict=True):
+            slot = self._slots.get(key)
+            if slot is None:
+                slot = self._slots[key] = self._take_slot()
+                self._first.add(kind, kind, *row)
+            self._own.add(slot, kind, *row)
+
+    def refresh(self, predict: Predict) -> None:
+        """Predict the survival of all drafts anew: what confidence means has been learned meanwhile."""
+        self._own.refresh(predict)
+        self._first.refresh(predict)
+
+    def forget(self, key: int) -> None:
+        """Drop a sequence that has ended."""
+        slot = self._slots.pop(key, None)
+        if slot is not None:
+            self._own.num_added[slot] = 0
+            self._free.append(slot)
+
+    def prospect(self, keys: list[int], classes: IntArray, caps: IntArray, price: float) -> Prospect:
+        """Return what drafts are expected to bring; nothing where no draft of the class is known.
+
+        Args:
+            keys: n sequences.
+            classes: [n] their temperature classes.
+            caps: [n] most drafts each may verify.
+            price: Tokens that verifying one draft costs.
+        """
+        slots = np.array([self._slots.get(key, -1) for key in keys])
+        num_own = np.where(slots >= 0, self._own.num_known[slots], 0)
+        first_weight = np.array((*_FIRST_WEIGHT, 0.0))[np.minimum(num_own, len(_FIRST_WEIGHT))]
+        total = num_own + first_weight
+        own = _promises(self._own.survival[slots], num_own, price)
+        first = _promises(self._first.survival, self._first.num_known, price)
+        rows = np.arange(len(keys))
+        return Prospect(
+            *(
+                (num_own * mine[rows, caps] + first_weight * theirs[classes, caps]) / total
+                for mine, theirs in zip(own, first, strict=True)
+            )
+        )
+
+    def first_surplus(self, kind: int, price: float) -> FloatArray:
+        """Return what each of the last first drafts of a temperature class promised beyond its verification, [m]."""
+        known = self._first.survival[kind, : self._first.num_known[kind]]
+        surplus: FloatArray = np.maximum(known - price, 0.0).sum(axis=1)
+        return surplus
+
+    def _take_slot(self) -> int:
+        if not self._free:
+            size = len(self._own.num_added)
+            self._own.grow()
+            self._free = list(range(2 * size - 1, size - 1, -1))
+        return self._free.pop()
+
+
+def _promises(survival: FloatArray, counts: IntArray, price: float) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Return surplus, accepted tokens and drafts verified, each [n, K + 1] by most drafts that may be verified.
+
+    Args:
+        survival: [n, H, K] drafts.
+        counts: [n] how many of them, the first ones, are known.
+        price: Drafts whose survival is not above it are not verified; they come last.
+    """
+    known = np.arange(survival.shape[1]) < counts[:, None]  # [n, H]
+    is_taken = (survival > price) & known[:, :, None]
+    divisor = np.maximum(counts, 1)[:, None]
+    rows = is_taken.sum(axis=1) / divisor
+    tokens = np.where(is_taken, survival, 0.0).sum(axis=1) / divisor
+    surplus = tokens - price * rows
+    start = np.zeros((len(survival), 1))
+    cumulated = [np.concatenate((start, np.cumsum(part, axis=1)), axis=1) for part in (surplus, tokens, rows)]
+    return cumulated[0], cumulated[1], cumulated[2]

@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verify policy `goodput`: who drafts, and how much of it is verified, by expected tokens per second of the batch.
+
+Decides from draft distributions, measured costs and past verify results, never from a drafted token, so sampling stays
+lossless under either coupling. Host only.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from adaflash.speculative.allocation import FloatArray, IntArray, allocate
+from adaflash.speculative.budget import DraftSignals
+from adaflash.speculative.cost_model import StepCosts
+from adaflash.speculative.draft_history import DraftHistory, Prospect
+from adaflash.speculative.survival import NUM_TEMPERATURE_CLASSES, SurvivalModel
+
+# Drafting begins when it is expected to win by this much, and ends when it is expected to lose: no flapping.
+_START_MARGIN = 1.1
+# Share of the time that may be spent on finding out whether drafting pays: least, and what success adds to it.
+_LEAST_PROBING, _MORE_PROBING = 0.005, 0.015
+_PROBE_MEMORY = 0.95  # of the share of probes that found a gain
+_NOVELTY = 0.95  # per draft of a version: how soon a version counts as known
+_REFRESH_STEPS = 4  # after so many steps with drafts, what earlier ones promised is predicted anew
+_PROBED_ROWS = 0.5  # what a probe verifies may cost this much of what its draft cost
+_HORIZON = 16  # a sequence that turns out to gain is expected to draft so often
+_FIRST_ROWS = 2.0  # drafts verified per sequence that drafts, before anything is known
+_ROWS_MEMORY = 0.7
+_ITERATIONS = 2
+
+
+class Candidate(NamedTuple):
+    """A decoding sequence.
+
+    Attributes:
+        key: Its number.
+        temperature_class: See `temperature_class`.
+        drafter_version: What would draft for it.
+        max_drafts: Most drafts it may verify; 0 when it cannot draft now.
+    """
+
+    key: int
+    temperature_class: int
+    drafter_version: int
+    max_drafts: int
+
+
+class StepLoad(NamedTuple):
+    """A step without its drafts.
+
+    Attributes:
+        num_seqs: Sequences of the step.
+        num_decoding: Those that decode: each commits at least one token.
+        num_tokens: Rows: an anchor of each decoding sequence, and prefill chunks.
+        num_context: KV tokens of all sequences.
+        max_step_s: Longest step that is allowed if plain decoding can do it; infinite without a limit.
+    """
+
+    num_seqs: int
+    num_decoding: int
+    num_tokens: int
+    num_context: int
+    max_step_s: float = math.inf
+
+
+class _Drafted(NamedTuple):
+    candidates: list[Candidate]
+    signals: DraftSignals
+    num_verified: list[int]
+
+
+class GoodputPolicy:
+    """Maximises expected committed tokens per second, for all sequences together.
+
+    Before drafting, `select` weighs what past drafts promised against the cost of a draft forward; where plain decoding
+    wins nothing is drafted, but for probes, whose cost is bounded. After drafting, `choose` splits the rows by the
+    calibrated survival of these very drafts. `observe` and `end_step` close the loop.
+
+    Args:
+        costs: Seconds of steps; refined by whoever measures them.
+        num_positions: K.
+
+    Attributes:
+        is_drafting: Whether drafting was last expected to pay for some sequence.
+        expected_tokens: Draft tokens that were expected to be accepted so far, by the calibrated survival.
+    """
+
+    def __init__(self, costs: StepCosts, num_positions: int) -> None:
+        self.costs = costs
+        self.is_drafting = False
+        self.expected_tokens = 0.0
+        self._num_positions = num_positions
+        self._models: dict[int, SurvivalModel] = {}
+        self._history = DraftHistory(num_positions, NUM_TEMPERATURE_CLASSES)
+        self._rows = _FIRST_ROWS
+        self._probing_share = _LEAST_PROBING + _MORE_PROBING
+        self._probe_success = 1.0
+        self._credit_s = math.inf  # the first step may probe as much as it likes
+        self._probes: set[int] = set()
+        self._drafted: _Drafted | None = None
+        self._steps_to_refresh = _REFRESH_STEPS
+
+    # ---- who drafts ------------------------------------------------------------------------------------------
+
+    def select(self, candidates: list[Candidate], load: StepLoad) -> list[bool]:
+        """Return which sequences draft in this step."""
+        able = [c for c in candidates if c.max_drafts > 0]
+        self._probes = set()
+        if not able:
+            return [False] * len(candidates)
+        chosen = self._profitable(able, load)
+        chosen |= self._worth_a_look([c for c in able if c.key not in chosen], len(chosen), load)
+        chosen |= self._pick_probes([c for c in able if c.key not in chosen], len(chosen), load)
+        return [c.key in chosen for c in candidates]
+
+    def _profitable(self, able: list[Candidate], load: StepLoad) -> set[int]:
+        """Return the sequences whose drafts together gain more tokens than decoding would in the time of drafting.
+
+        A set D with rows B gains iff (S + tokens(D)) / (t_draft(D) + t_verify(B)) > rate, that is surplus(D) =
+        tokens(D) - rate * (t_verify(B) - t_verify(0)) > rate * t_draft(D). Once with the rate of plain decoding, which
+        decides whether drafting wins, then with the rate of the best set, which decides its size (Dinkelbach).
+        """
+        keys = [c.key for c in able]
+        classes, caps = _arrays(able)
+        plain_s, draft_s = self._plain_s(load), self._draft_s(np.arange(1, len(able) + 1), load)
+        rate = load.num_decoding / plain_s
+        is_short = draft_s + plain_s <= load.max_step_s
+        margin = 1.0 if self.is_drafting else _START_MARGIN
+        chosen: set[int] = set()
+        for _ in range(_ITERATIONS):
+            prospect = self._history.prospect(keys, classes, caps, self._price(rate, len(able), load))
+            order = np.argsort(-prospect.surplus, kind="stable")
+            gain = np.where(is_short, np.cumsum(prospect.surplus[order]) - margin * rate * draft_s, -np.inf)
+            best = int(np.argmax(gain))
+            if gain[best] <= 0:
+                break
+            taken = order[: best + 1]
+            chosen = {keys[i] for i in taken}
+            rate, margin = self._rate(prospect, taken, plain_s, float(draft_s[best]), load), 1.0
+        self.is_drafting = bool(chosen)
+        return chosen
+
+    def _worth_a_look(self, others: list[Candidate], num_drafting: int, load: StepLoad) -> set[int]:
+        """Return new sequences whose first draft is worth its price for what it may find.
+
+        Of the last ones some gained and some did not. A first draft costs its share of the draft forward once; one in
+        so many finds a sequence that gains its surplus, less the share, with each of its later drafts.
+        """
+        num_drafts = self._history.num_drafts([c.key for c in others]) if others else np.zeros(0)
+        new = [c for c, count in zip(others, num_drafts, strict=True) if not count]
+        if not new:
+            return set()
+        plain_s = self._plain_s(load)
+        rate = load.num_decoding / plain_s
+        draft_s = self._draft_s(np.array([num_drafting, num_drafting + len(new)]), load)
+        if draft_s[1] + plain_s > load.max_step_s:
+            return set()
+        share = rate * float(draft_s[1] - draft_s[0]) / len(new)
+        price = self._price(rate, len(new), load)
+        worth: set[int] = set()
+        for kind in {c.temperature_class for c in new}:
+            surplus = self._history.first_surplus(kind, price)
+            if len(surplus):
+                gain = float(np.maximum(surplus - share, 0.0).mean())
+                alike = [c for c in new if c.temperature_class == kind]
+                worth |= {c.key for c in alike if gain * min(_HORIZON, c.max_drafts * 2) > share}
+        return worth
+
+    def _rate(self, prospect: Prospect, taken: IntArray, plain_s: float, draft_s: float, load: StepLoad) -> float:
+        rows = np.array([load.num_tokens + round(float(prospect.rows[taken].sum()))])
+        verify_s = float(self.costs.verify_s(load.num_seqs, rows, load.num_context)[0])
+        tokens = load.num_decoding + float(prospect.tokens[taken].sum())
+        return max(tokens / (draft_s + max(verify_s, plain_s)), load.num_decoding / plain_s)
+
+    def _price(self, rate: float, num_drafting: int, load: StepLoad) -> float:
+        """Return the tokens that verifying one draft costs, if as many are verified as lately."""
+        rows = max(1, round(self._rows * num_drafting))
+        seconds = self.costs.verify_s(load.num_seqs, np.array([0, rows]) + load.num_tokens, load.num_context)
+        return rate * max(0.0, float(seconds[1] - seconds[0])) / rows
+
+    def _pick_probes(self, others: list[Candidate], num_drafting: int, load: StepLoad) -> set[int]:
+        """Return sequences to draft for to learn, as far as the credit goes: all that never drafted, else one."""
+        if not others:
+            return set()
+        num_drafts = self._history.num_drafts([c.key for c in others])
+        new = np.flatnonzero(num_drafts == 0)
+        order = [others[i].key for i in (new if len(new) else [int(np.argmin(num_drafts))])]
+        draft_s = self._draft_s(np.arange(num_drafting, num_drafting + len(order) + 1), load)
+        plain_s = self._plain_s(load)
+        row_s = self._price(load.num_decoding / plain_s, len(order), load) * plain_s / load.num_decoding
+        cost_s = draft_s[1:] - draft_s[0] + row_s * np.arange(1, len(order) + 1)
+        is_short = draft_s[1:] + plain_s <= load.max_step_s
+        count = int(((cost_s <= self._credit_s) & is_short).sum())
+        if count == 0:
+            return set()
+        self._credit_s = min(self._credit_s, float(cost_s[-1])) - float(cost_s[count - 1])
+        self._probes = set(order[:count])
+        return self._probes
+
+    # ---- how much is verified --------------------------------------------------------------------------------
+
+    def choose(self, signals: DraftSignals, drafting: list[Candidate], load: StepLoad) -> list[int]:
+        """Return how many drafts each of `drafting` verifies; a probe verifies some whatever they promise."""
+        classes, caps = _arrays(drafting)
+        survival = self._predict(signals, drafting, classes)
+        self._history.add([c.key for c in drafting], classes, survival, *_signals(signals))
+        budgets = load.num_tokens + np.arange(int(caps.sum()) + 1)
+        verify_s = self.costs.verify_s(load.num_seqs, budgets, load.num_context)
+        whole_s = verify_s + self._draft_s(np.array([len(drafting)]), load)
+        # What is spent on learning does not make verifying any cheaper.
+        step_s = np.array(verify_s if len(self._probes) == len(drafting) else whole_s)
+        step_s[1:][whole_s[1:] > load.max_step_s] = np.inf
+        lens = allocate(survival, caps, step_s, load.num_decoding).lens
+        if self._probes:
+            least = self._probed_rows(len(drafting), load)
+            more = [
+                max(n, min(least, c.max_drafts)) if c.key in self._probes else n
+                for c, n in zip(drafting, lens, strict=True)
+            ]
+            lens = more if step_s[sum(more)] < np.inf else lens
+        self._rows = _ROWS_MEMORY * self._rows + (1 - _ROWS_MEMORY) * sum(lens) / len(lens)
+        self.expected_tokens += float(sum(survival[i, :n].sum() for i, n in enumerate(lens)))
+        self._judge_probes(survival, drafting, load)
+        self._drafted = _Drafted(drafting, signals, lens)
+        return lens
+
+    def _probed_rows(self, num_drafting: int, load: StepLoad) -> int:
+        """Return how many drafts a probe verifies at least, so that survival is learned wherever it costs little."""
+        rate = load.num_decoding / self._plain_s(load)
+        row_s = self._price(rate, num_drafting, load) / rate
+        draft_s = float(self._draft_s(np.array([num_drafting]), load)[0]) / num_drafting
+        return max(1, min(self._num_positions, int(_PROBED_ROWS * draft_s / max(row_s, 1e-12))))
+
+    def _judge_probes(self, survival: FloatArray, drafting: list[Candidate], load: StepLoad) -> None:
+        """Probe more while probes find what pays."""
+        if not self._probes:
+            return
+        rows = [i for i, c in enumerate(drafting) if c.key in self._probes]
+        rate = load.num_decoding / self._plain_s(load)
+        price = self._price(rate, len(rows), load)
+        surplus = np.maximum(survival[rows] - price, 0.0).sum(axis=1)
+        per_draft = rate * float(self._draft_s(np.array([len(drafting)]), load)[0]) / len(drafting)
+        success = float((surplus > per_draft).mean())
+        self._probe_success = _PROBE_MEMORY * self._probe_success + (1 - _PROBE_MEMORY) * success
+        novelty = _NOVELTY ** self._models[max(self._models)].num_drafts
+        self._probing_share = _LEAST_PROBING + _MORE_PROBING * max(novelty, self._probe_success)
+
+    def _predict(self, signals: DraftSignals, drafting: list[Candidate], classes: IntArray) -> FloatArray:
+        confidence, ratio = _signals(signals)
+        survival = np.empty_like(confidence)
+        for version, rows in _by_version(drafting):
+            part = None if ratio is None else ratio[rows]
+            survival[rows] = self._model(version).predict(confidence[rows], classes[rows], part)
+        return survival
+
+    def _model(self, version: int) -> SurvivalModel:
+        """Return the calibration of a drafter version; a new one starts as the newest known, less certain."""
+        model = self._models.get(version)
+        if model is None:
+            if self._models:
+                model = copy.deepcopy(self._models[max(self._models)])
+                model.shift()
+            else:
+                model = SurvivalModel(self._num_positions)
+            self._models[version] = model
+            while len(self._models) > 2:
+                del self._models[min(self._models)]
+        return model
+
+    # ---- what happened ---------------------------------------------------------------------------------------
+
+    def observe(self, num_accepted: list[int]) -> None:
+        """Learn from the verify results of the last `choose`, in its order."""
+        drafted, self._drafted = self._drafted, None
+        assert drafted is not None, "verify results follow a choice"
+        classes, _ = _arrays(drafted.candidates)
+        confidence, ratio = _signals(drafted.signals)
+        verified, accepted = np.array(drafted.num_verified), np.array(num_accepted)
+        for version, rows in _by_version(drafted.candidates):
+            part = None if ratio is None else ratio[rows]
+            self._model(version).observe(confidence[rows], classes[rows], part, verified[rows], accepted[rows])
+        self._steps_to_refresh -= 1
+        if self._steps_to_refresh == 0:
+            self._steps_to_refresh = _REFRESH_STEPS
+            self._history.refresh(self._models[max(self._models)].predict)
+
+    def end_step(self, elapsed_s: float, load: StepLoad) -> None:
+        """Grant a step's share of its time to probing."""
+        most = float(self._draft_s(np.array([max(1, load.num_decoding)]), load)[0]) + self._plain_s(load)
+        self._credit_s = min(self._credit_s + self._probing_share * elapsed_s, most)
+
+    def forget(self, key: int) -> None:
+        """Drop a sequence that has ended."""
+        self._history.forget(key)
+
+    @property
+    def calibration_error(self) -> float:
+        """Expected calibration error of the newest drafter version's survival."""
+        return self._models[max(self._models)].calibration_error if self._models else 0.0
+
+    def _plain_s(self, load: StepLoad) -> float:
+        return float(self.costs.verify_s(load.num_seqs, np.array([load.num_tokens]), load.num_context)[0])
+
+    def _draft_s(self, num_drafting: IntArray, load: StepLoad) -> FloatArray:
+        return self.costs.draft_s(num_drafting, load.num_context)
+
+
+def _arrays(candidates: list[Candidate]) -> tuple[IntArray, IntArray]:
+    """Return temperature classes and caps, [n] each."""
+    return np.array([c.temperature_class for c in candidates]), np.array([c.max_drafts for c in candidates])
+
+
+def _signals(signals: DraftSignals) -> tuple[FloatArray, FloatArray | None]:
+    """Return confidence [n, K] and length ratios [n]."""
+    return np.array(signals.confidence), None if signals.length_ratio is None else np.array(signals.length_ratio)
+
+
+def _by_version(candidates: list[Candidate]) -> Iterable[tuple[int, IntArray]]:
+    versions = np.array([c.drafter_version for c in candidates])
+    for version in np.unique(versions).tolist():
+        yield version, np.flatnonzero(versions == version)
