@@ -39,6 +39,7 @@ COMMANDS = {
     "train": Command("adaflash.cli.train", "train a drafter on a file of samples"),
     "weights": Command("adaflash.cli.weights", "list, activate and roll back versions of a trainer's drafter"),
     "bench": Command("adaflash.cli.bench", "measure throughput and latency"),
+    "simulate": Command("adaflash.cli.simulate", "simulate verify policies on a device that need not be here"),
     "doctor": Command("adaflash.cli.doctor", "report the environment and which backends can run here"),
 }
 

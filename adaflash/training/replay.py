@@ -74,15 +74,20 @@ class ReplayResult:
         )
 
 
-class _Drafts(NamedTuple):
-    """Greedy drafts of A anchors.
+class AnchorDrafts(NamedTuple):
+    """Greedy drafts of A anchors, all K of each, whether they would be verified or not.
 
-    `token_ids` [A, K] target ids, `confidence` [A, K] fp32, `num_matched` [A] leading drafts that are the trajectory's.
+    Attributes:
+        token_ids: [A, K] target ids; -1 where a block would reach past the drafter's positions.
+        confidence: [A, K] fp32 largest probability of each draft distribution; 0 there.
+        num_matched: [A] leading drafts that are the trajectory's; 0 there.
+        length_ratio: [A] fp32 prediction of the length head, 0 there; None without one.
     """
 
     token_ids: Tensor
     confidence: Tensor
     num_matched: Tensor
+    length_ratio: Tensor | None
 
 
 class _Round(NamedTuple):
@@ -128,7 +133,7 @@ def replay(
         raise ConfigError(f"threshold={threshold} is invalid: must be in [0, 1]")
     first = _response_start(sequence, max_output_tokens)
     anchors = torch.arange(first, max(first, len(sequence.token_ids) - 1))  # [A]
-    drafts = _draft(drafter, sequence, taps, anchors, context_drafter)
+    drafts = draft_at(drafter, sequence, taps, anchors, context_drafter)
     limit = num_drafts if max_verified is None else max_verified
     # Tokens behind the first that drafts may become; under a limit the last one is always a bonus token.
     draftable = len(anchors) if max_output_tokens is None else max_output_tokens - 2
@@ -153,26 +158,37 @@ def _response_start(sequence: TrainingSequence, max_output_tokens: int | None) -
 
 
 @torch.no_grad()
-def _draft(
+def draft_at(
     drafter: DFlashDrafter,
     sequence: TrainingSequence,
     taps: Tensor,
     anchors: Tensor,
-    context_drafter: DFlashDrafter | None,
-) -> _Drafts:
-    """Draft at all anchors; those too close to the drafter's last position draft nothing."""
+    context_drafter: DFlashDrafter | None = None,
+) -> AnchorDrafts:
+    """Draft at all anchors; those too close to the drafter's last position draft nothing.
+
+    Args:
+        drafter: As in `replay`.
+        sequence: As in `replay`.
+        taps: As in `replay`.
+        anchors: [A] int64 increasing positions in the response but for its last.
+        context_drafter: See `draft_hidden`.
+    """
     num_drafts, device = drafter.draft_block_size - 1, drafter.backend.device
     token_ids = torch.full((len(anchors), num_drafts), -1, device=device)
     confidence = torch.zeros(len(anchors), num_drafts, device=device)
     num_matched = torch.zeros(len(anchors), dtype=torch.int64, device=device)
+    length_ratio = None if drafter.length_head is None else torch.zeros(len(anchors), device=device)
     drafting = anchors[anchors + drafter.draft_block_size <= drafter.max_position_embeddings]
     for begin in range(0, len(drafting), ANCHORS_PER_CALL):
         part = slice(begin, min(begin + ANCHORS_PER_CALL, len(drafting)))
         blocks = make_blocks([sequence], [drafting[part]], num_drafts + 1, drafter.mask_token_id).to(device)
-        hidden = draft_hidden(drafter, taps, blocks, context_drafter=context_drafter)[:, 1:]
-        token_ids[part], confidence[part] = _greedy(drafter, hidden)
+        hidden = draft_hidden(drafter, taps, blocks, context_drafter=context_drafter)
+        token_ids[part], confidence[part] = _greedy(drafter, hidden[:, 1:])
+        if drafter.length_head is not None and length_ratio is not None:
+            length_ratio[part] = drafter.length_head.predict(hidden)
         num_matched[part] = accepted_lens(token_ids[part], blocks.label_token_ids, blocks.label_mask)
-    return _Drafts(token_ids, confidence, num_matched)
+    return AnchorDrafts(token_ids, confidence, num_matched, length_ratio)
 
 
 def _greedy(drafter: DFlashDrafter, hidden: Tensor) -> tuple[Tensor, Tensor]:
