@@ -10,8 +10,10 @@ import numpy as np
 
 from adaflash.speculative.allocation import FloatArray, IntArray
 
-_NUM_OWN, _NUM_FIRST = 4, 24  # drafts remembered of a sequence; first drafts remembered of a temperature class
-_FIRST_WEIGHT = (1.0, 0.25)  # what first drafts showed, in drafts of the sequence's own, by how many it has
+_NUM_OWN, _NUM_SHARED = 4, 24  # drafts remembered of a sequence; first and later ones of a temperature class
+# What later drafts of all sequences showed counts as many drafts of its own: a good first draft, of a beginning that is
+# easy to guess, promises too much.
+_LATER_WEIGHT = 2.0
 
 
 class Prospect(NamedTuple):
@@ -85,7 +87,8 @@ class DraftHistory:
     """
 
     def __init__(self, num_positions: int, num_classes: int) -> None:
-        self._first = _Ring(num_classes, _NUM_FIRST, num_positions)
+        self._first = _Ring(num_classes, _NUM_SHARED, num_positions)
+        self._later = _Ring(num_classes, _NUM_SHARED, num_positions)
         self._own = _Ring(16, _NUM_OWN, num_positions)
         self._slots: dict[int, int] = {}
         self._free = list(range(15, -1, -1))
@@ -109,13 +112,15 @@ class DraftHistory:
             slot = self._slots.get(key)
             if slot is None:
                 slot = self._slots[key] = self._take_slot()
-                self._first.add(kind, kind, *row)
+            shared = self._later if self._own.num_added[slot] else self._first
+            shared.add(kind, kind, *row)
             self._own.add(slot, kind, *row)
 
     def refresh(self, predict: Predict) -> None:
         """Predict the survival of all drafts anew: what confidence means has been learned meanwhile."""
         self._own.refresh(predict)
         self._first.refresh(predict)
+        self._later.refresh(predict)
 
     def forget(self, key: int) -> None:
         """Drop a sequence that has ended."""
@@ -135,23 +140,29 @@ class DraftHistory:
         """
         slots = np.array([self._slots.get(key, -1) for key in keys])
         num_own = np.where(slots >= 0, self._own.num_known[slots], 0)
-        first_weight = np.array((*_FIRST_WEIGHT, 0.0))[np.minimum(num_own, len(_FIRST_WEIGHT))]
-        total = num_own + first_weight
         own = _promises(self._own.survival[slots], num_own, price)
         first = _promises(self._first.survival, self._first.num_known, price)
-        rows = np.arange(len(keys))
+        later = _promises(self._later.survival, self._later.num_known, price)
+        weight = np.where(self._later.num_known[classes] > 0, _LATER_WEIGHT, 0.0)
+        rows, is_new = np.arange(len(keys)), num_own == 0
         return Prospect(
             *(
-                (num_own * mine[rows, caps] + first_weight * theirs[classes, caps]) / total
-                for mine, theirs in zip(own, first, strict=True)
+                np.where(
+                    is_new,
+                    of_first[classes, caps],
+                    (num_own * mine[rows, caps] + weight * of_later[classes, caps]) / np.maximum(num_own + weight, 1.0),
+                )
+                for mine, of_first, of_later in zip(own, first, later, strict=True)
             )
         )
 
-    def first_surplus(self, kind: int, price: float) -> FloatArray:
-        """Return what each of the last first drafts of a temperature class promised beyond its verification, [m]."""
-        known = self._first.survival[kind, : self._first.num_known[kind]]
-        surplus: FloatArray = np.maximum(known - price, 0.0).sum(axis=1)
-        return surplus
+    def surplus_after_first(self, kind: int, price: float) -> FloatArray:
+        """Return what sequences may be expected to gain per draft, seeing their first, for the last of a class, [m]."""
+        first, later = (_known_surplus(ring, kind, price) for ring in (self._first, self._later))
+        if not len(later):
+            return first
+        expected: FloatArray = (first + _LATER_WEIGHT * later.mean()) / (1 + _LATER_WEIGHT)
+        return expected
 
     def _take_slot(self) -> int:
         if not self._free:
@@ -159,6 +170,12 @@ class DraftHistory:
             self._own.grow()
             self._free = list(range(2 * size - 1, size - 1, -1))
         return self._free.pop()
+
+
+def _known_surplus(ring: _Ring, kind: int, price: float) -> FloatArray:
+    known = ring.survival[kind, : ring.num_known[kind]]
+    surplus: FloatArray = np.maximum(known - price, 0.0).sum(axis=1)
+    return surplus
 
 
 def _promises(survival: FloatArray, counts: IntArray, price: float) -> tuple[FloatArray, FloatArray, FloatArray]:

@@ -20,12 +20,15 @@ from adaflash.speculative.cost_model import StepCosts
 from adaflash.speculative.draft_history import DraftHistory, Prospect
 from adaflash.speculative.survival import NUM_TEMPERATURE_CLASSES, SurvivalModel
 
-# Drafting begins when it is expected to win by this much, and ends when it is expected to lose: no flapping.
-_START_MARGIN = 1.1
-# Share of the time that may be spent on finding out whether drafting pays: least, and what success adds to it.
-_LEAST_PROBING, _MORE_PROBING = 0.005, 0.015
+# Drafting begins when it is expected to bring this much more than it costs, and goes on while it brings that: no
+# flapping, and the best of many uncertain prospects is worth less than it seems.
+_START_MARGIN, _STAY_MARGIN = 1.25, 1.1
+# Share of the time that may be spent on finding out whether drafting pays: least, what success adds, and what a drafter
+# adds that is not well known yet. The very first drafts cost what they cost.
+_LEAST_PROBING, _SUCCESS_PROBING, _NEW_PROBING = 0.004, 0.008, 0.02
+_NUM_FREE_PROBES = 24
 _PROBE_MEMORY = 0.95  # of the share of probes that found a gain
-_NOVELTY = 0.95  # per draft of a version: how soon a version counts as known
+_NOVELTY = 0.97  # per draft of a version: how soon a version counts as known
 _REFRESH_STEPS = 4  # after so many steps with drafts, what earlier ones promised is predicted anew
 _PROBED_ROWS = 0.5  # what a probe verifies may cost this much of what its draft cost
 _HORIZON = 16  # a sequence that turns out to gain is expected to draft so often
@@ -98,9 +101,8 @@ class GoodputPolicy:
         self._models: dict[int, SurvivalModel] = {}
         self._history = DraftHistory(num_positions, NUM_TEMPERATURE_CLASSES)
         self._rows = _FIRST_ROWS
-        self._probing_share = _LEAST_PROBING + _MORE_PROBING
         self._probe_success = 1.0
-        self._credit_s = math.inf  # the first step may probe as much as it likes
+        self._credit_s = 0.0
         self._probes: set[int] = set()
         self._drafted: _Drafted | None = None
         self._steps_to_refresh = _REFRESH_STEPS
@@ -130,7 +132,7 @@ class GoodputPolicy:
         plain_s, draft_s = self._plain_s(load), self._draft_s(np.arange(1, len(able) + 1), load)
         rate = load.num_decoding / plain_s
         is_short = draft_s + plain_s <= load.max_step_s
-        margin = 1.0 if self.is_drafting else _START_MARGIN
+        margin = _STAY_MARGIN if self.is_drafting else _START_MARGIN
         chosen: set[int] = set()
         for _ in range(_ITERATIONS):
             prospect = self._history.prospect(keys, classes, caps, self._price(rate, len(able), load))
@@ -164,7 +166,7 @@ class GoodputPolicy:
         price = self._price(rate, len(new), load)
         worth: set[int] = set()
         for kind in {c.temperature_class for c in new}:
-            surplus = self._history.first_surplus(kind, price)
+            surplus = self._history.surplus_after_first(kind, price)
             if len(surplus):
                 gain = float(np.maximum(surplus - share, 0.0).mean())
                 alike = [c for c in new if c.temperature_class == kind]
@@ -195,10 +197,11 @@ class GoodputPolicy:
         row_s = self._price(load.num_decoding / plain_s, len(order), load) * plain_s / load.num_decoding
         cost_s = draft_s[1:] - draft_s[0] + row_s * np.arange(1, len(order) + 1)
         is_short = draft_s[1:] + plain_s <= load.max_step_s
-        count = int(((cost_s <= self._credit_s) & is_short).sum())
+        is_free = self._num_drafts < _NUM_FREE_PROBES
+        count = int((((cost_s <= self._credit_s) | is_free) & is_short).sum())
         if count == 0:
             return set()
-        self._credit_s = min(self._credit_s, float(cost_s[-1])) - float(cost_s[count - 1])
+        self._credit_s = max(0.0, self._credit_s - float(cost_s[count - 1]))
         self._probes = set(order[:count])
         return self._probes
 
@@ -247,8 +250,6 @@ class GoodputPolicy:
         per_draft = rate * float(self._draft_s(np.array([len(drafting)]), load)[0]) / len(drafting)
         success = float((surplus > per_draft).mean())
         self._probe_success = _PROBE_MEMORY * self._probe_success + (1 - _PROBE_MEMORY) * success
-        novelty = _NOVELTY ** self._models[max(self._models)].num_drafts
-        self._probing_share = _LEAST_PROBING + _MORE_PROBING * max(novelty, self._probe_success)
 
     def _predict(self, signals: DraftSignals, drafting: list[Candidate], classes: IntArray) -> FloatArray:
         confidence, ratio = _signals(signals)
@@ -292,11 +293,18 @@ class GoodputPolicy:
     def end_step(self, elapsed_s: float, load: StepLoad) -> None:
         """Grant a step's share of its time to probing."""
         most = float(self._draft_s(np.array([max(1, load.num_decoding)]), load)[0]) + self._plain_s(load)
-        self._credit_s = min(self._credit_s + self._probing_share * elapsed_s, most)
+        novelty = _NOVELTY ** max(0, self._num_drafts - _NUM_FREE_PROBES)
+        share = _LEAST_PROBING + _SUCCESS_PROBING * self._probe_success + _NEW_PROBING * novelty
+        self._credit_s = min(self._credit_s + share * elapsed_s, most)
 
     def forget(self, key: int) -> None:
         """Drop a sequence that has ended."""
         self._history.forget(key)
+
+    @property
+    def _num_drafts(self) -> int:
+        """Drafts that the newest version is known by."""
+        return self._models[max(self._models)].num_drafts if self._models else 0
 
     @property
     def calibration_error(self) -> float:

@@ -119,9 +119,9 @@ def fixed_rate(costs: LinearCosts, concurrency: int, rate: float, count: int) ->
 def test_a_useless_drafter_costs_next_to_nothing(concurrency: int, seed: int) -> None:
     costs = LinearCosts()
     world = World(lambda *_: 0.02, costs, concurrency, seed=seed)
-    world.run(200)
-    assert world.run(1000) >= 0.985 * plain_rate(costs, concurrency)
-    assert sum(world.drafted[-1000:]) > 0, "it goes on looking"
+    world.run(600)
+    assert world.run(600) >= 0.985 * plain_rate(costs, concurrency)
+    assert sum(world.drafted[-600:]) > 0, "it goes on looking"
 
 
 @pytest.mark.parametrize("concurrency", [1, 4, 16, 64])
@@ -145,7 +145,7 @@ def test_among_mixed_requests_only_those_draft_that_gain() -> None:
     good = [number for number in world.num_rounds if number % 4]
     good_drafts = sum(world.num_drafts[number] for number in good)
     assert good_drafts >= 0.85 * sum(world.num_rounds[number] for number in good)
-    assert good_drafts >= 0.85 * world.num_drafts.total()
+    assert good_drafts >= 0.8 * world.num_drafts.total()
 
 
 @pytest.mark.parametrize("concurrency", [1, 8])
