@@ -19,6 +19,8 @@ from adaflash.speculative.survival import temperature_class
 
 logger = logging.getLogger(__name__)
 
+_PLAIN_SAMPLING = 4  # of plain steps in a row, every so-manieth is learned from: they are much alike
+
 
 class Speculation:
     """The verify policy and what it needs to know about steps.
@@ -40,6 +42,7 @@ class Speculation:
         self._rule = VerifyPolicy("off", 1)
         self._goodput: GoodputPolicy | None = None
         self._load = StepLoad(0, 0, 0, 0)
+        self._num_plain = 0
         self.switch(config.verify_policy)
 
     # ---- which policy ----------------------------------------------------------------------------------------
@@ -149,7 +152,9 @@ class Speculation:
         load = self._load
         if num_drafting and not caught_up:
             costs.observe_draft(num_drafting, load.num_context, draft_s)
-        costs.observe_verify(load.num_seqs, load.num_tokens + num_verified, load.num_context, rest_s)
+        self._num_plain = 0 if num_drafting else self._num_plain + 1
+        if self._num_plain % _PLAIN_SAMPLING == 0:
+            costs.observe_verify(load.num_seqs, load.num_tokens + num_verified, load.num_context, rest_s)
         policy.end_step(draft_s + rest_s, load)
 
     def forget(self, seq: Sequence) -> None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from adaflash.ops.compiled import compiled
 from adaflash.speculative.allocation import FloatArray, IntArray
 
 _NUM_OWN, _NUM_SHARED = 4, 24  # drafts remembered of a sequence; first and later ones of a temperature class
@@ -139,22 +140,21 @@ class DraftHistory:
             price: Tokens that verifying one draft costs.
         """
         slots = np.array([self._slots.get(key, -1) for key in keys])
-        num_own = np.where(slots >= 0, self._own.num_known[slots], 0)
-        own = _promises(self._own.survival[slots], num_own, price)
-        first = _promises(self._first.survival, self._first.num_known, price)
-        later = _promises(self._later.survival, self._later.num_known, price)
-        weight = np.where(self._later.num_known[classes] > 0, _LATER_WEIGHT, 0.0)
-        rows, is_new = np.arange(len(keys)), num_own == 0
-        return Prospect(
-            *(
-                np.where(
-                    is_new,
-                    of_first[classes, caps],
-                    (num_own * mine[rows, caps] + weight * of_later[classes, caps]) / np.maximum(num_own + weight, 1.0),
-                )
-                for mine, of_first, of_later in zip(own, first, later, strict=True)
-            )
+        out = np.empty((3, len(keys)))
+        _prospects(
+            self._own.survival,
+            self._own.num_added,
+            self._first.survival,
+            self._first.num_added,
+            self._later.survival,
+            self._later.num_added,
+            slots,
+            classes,
+            caps,
+            price,
+            out,
         )
+        return Prospect(*out)
 
     def surplus_after_first(self, kind: int, price: float) -> FloatArray:
         """Return what sequences may be expected to gain per draft, seeing their first, for the last of a class, [m]."""
@@ -178,20 +178,60 @@ def _known_surplus(ring: _Ring, kind: int, price: float) -> FloatArray:
     return surplus
 
 
-def _promises(survival: FloatArray, counts: IntArray, price: float) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return surplus, accepted tokens and drafts verified, each [n, K + 1] by most drafts that may be verified.
+_DRAFTS, _COUNTS, _INTS = "float64[:, :, ::1]", "int64[::1]", "int64[::1]"
+
+
+@compiled(
+    f"void({_DRAFTS}, {_COUNTS}, {_DRAFTS}, {_COUNTS}, {_DRAFTS}, {_COUNTS}, {_INTS}, {_INTS}, {_INTS}, float64, "
+    "float64[:, ::1])"
+)
+def _prospects(
+    own: FloatArray,
+    num_own: IntArray,
+    first: FloatArray,
+    num_first: IntArray,
+    later: FloatArray,
+    num_later: IntArray,
+    slots: IntArray,
+    classes: IntArray,
+    caps: IntArray,
+    price: float,
+    prospect_: FloatArray,
+) -> None:
+    """Write surplus, tokens and rows of each sequence, [3, n]; a draft verifies what is above the price.
 
     Args:
-        survival: [n, H, K] drafts.
-        counts: [n] how many of them, the first ones, are known.
-        price: Drafts whose survival is not above it are not verified; they come last.
+        own: [slots, H, K] survivals of drafts of sequences.
+        num_own: [slots] drafts added so far; the last H of them are there.
+        first: [C, H', K] of first drafts by class.
+        num_first: [C].
+        later: [C, H', K] of other drafts by class.
+        num_later: [C].
+        slots: [n] of each sequence, -1 without drafts.
+        classes: [n].
+        caps: [n] most drafts verified.
+        price: Tokens that verifying one draft costs.
+        prospect_: [3, n].
     """
-    known = np.arange(survival.shape[1]) < counts[:, None]  # [n, H]
-    is_taken = (survival > price) & known[:, :, None]
-    divisor = np.maximum(counts, 1)[:, None]
-    rows = is_taken.sum(axis=1) / divisor
-    tokens = np.where(is_taken, survival, 0.0).sum(axis=1) / divisor
-    surplus = tokens - price * rows
-    start = np.zeros((len(survival), 1))
-    cumulated = [np.concatenate((start, np.cumsum(part, axis=1)), axis=1) for part in (surplus, tokens, rows)]
-    return cumulated[0], cumulated[1], cumulated[2]
+    for i in range(len(slots)):
+        kind, cap, slot = classes[i], caps[i], slots[i]
+        weight, tokens, rows = 0.0, 0.0, 0.0
+        for source in range(2):  # its own drafts, or first drafts of others; then later drafts of others
+            if source == 0:
+                drafts = own[slot] if slot >= 0 else first[kind]
+                count = min(num_own[slot], own.shape[1]) if slot >= 0 else min(num_first[kind], first.shape[1])
+                each = 1.0
+            else:
+                drafts, count = later[kind], min(num_later[kind], later.shape[1])
+                each = _LATER_WEIGHT / count if slot >= 0 and count > 0 else 0.0
+            for h in range(count):
+                for k in range(cap):
+                    if drafts[h, k] <= price:
+                        break
+                    tokens += each * drafts[h, k]
+                    rows += each
+            weight += each * count
+        scale = 1.0 / weight if weight > 0 else 0.0
+        prospect_[0, i] = (tokens - price * rows) * scale
+        prospect_[1, i] = tokens * scale
+        prospect_[2, i] = rows * scale

@@ -35,6 +35,7 @@ _HORIZON = 16  # a sequence that turns out to gain is expected to draft so often
 _FIRST_ROWS = 2.0  # drafts verified per sequence that drafts, before anything is known
 _ROWS_MEMORY = 0.7
 _ITERATIONS = 2
+_RECONSIDER_STEPS = 8  # while nothing drafts and the same sequences run
 
 
 class Candidate(NamedTuple):
@@ -104,6 +105,9 @@ class GoodputPolicy:
         self._probe_success = 1.0
         self._credit_s = 0.0
         self._probes: set[int] = set()
+        self._probe_s = 0.0  # what the cheapest probe would have cost last time
+        self._idle_keys: list[int] = []
+        self._idle_steps = 0
         self._drafted: _Drafted | None = None
         self._steps_to_refresh = _REFRESH_STEPS
 
@@ -113,11 +117,15 @@ class GoodputPolicy:
         """Return which sequences draft in this step."""
         able = [c for c in candidates if c.max_drafts > 0]
         self._probes = set()
-        if not able:
+        keys = [c.key for c in able]
+        self._idle_steps = self._idle_steps + 1 if keys == self._idle_keys else 0
+        is_settled = 0 < self._idle_steps < _RECONSIDER_STEPS and self._credit_s < self._probe_s
+        if not able or is_settled:
             return [False] * len(candidates)
         chosen = self._profitable(able, load)
         chosen |= self._worth_a_look([c for c in able if c.key not in chosen], len(chosen), load)
         chosen |= self._pick_probes([c for c in able if c.key not in chosen], len(chosen), load)
+        self._idle_steps, self._idle_keys = 0, [] if chosen else keys
         return [c.key in chosen for c in candidates]
 
     def _profitable(self, able: list[Candidate], load: StepLoad) -> set[int]:
@@ -198,6 +206,7 @@ class GoodputPolicy:
         cost_s = draft_s[1:] - draft_s[0] + row_s * np.arange(1, len(order) + 1)
         is_short = draft_s[1:] + plain_s <= load.max_step_s
         is_free = self._num_drafts < _NUM_FREE_PROBES
+        self._probe_s = 0.0 if is_free else float(cost_s[0])
         count = int((((cost_s <= self._credit_s) | is_free) & is_short).sum())
         if count == 0:
             return set()
