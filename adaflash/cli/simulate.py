@@ -81,14 +81,14 @@ def run(args: argparse.Namespace) -> int:
 
     console = Console(stderr=args.json == "-")
     model, costs, loads = load_model(args.model), _costs(args), _loads(args)
-    answers = _answers(args, model, max(load.num_requests for load in loads))
-    policies = _policies(args, answers)
+    requests = [_answers(args, model, load.num_requests) for load in loads]
+    policies = _policies(args, requests[0])
     for policy in policies:
-        make_policy(policy, model.drafter.draft_block_size, answers.has_length_ratio, costs)  # Fails now.
-    _warn_of_memory(args, model, answers, loads)
+        make_policy(policy, model.drafter.draft_block_size, requests[0].has_length_ratio, costs)  # Fails now.
+    _warn_of_memory(args, model, requests[0], loads)
     results: list[Result] = []
     with console.status("simulating") as status:
-        for load in loads:
+        for load, answers in zip(loads, requests, strict=True):
             outcomes: list[Outcome] = []
             for policy in policies:
                 status.update(f"simulating {policy}, {_load_name(load)}")

@@ -20,7 +20,6 @@ Doubles = npt.NDArray[np.float64]
 
 _MIN_PROBABILITY = 1e-4
 _LOGITS = np.linspace(-40.0, 40.0, 8001)
-_NUM_QUANTILES = 2048
 
 
 @dataclass(frozen=True)
@@ -80,8 +79,8 @@ class SyntheticAnswers:
         self._made: dict[int, Answer] = {}
         self._assumptions = assumptions if assumptions is not None else Assumptions()
         spread = self._assumptions.spread_between_requests
-        mean = _mean_rate(acceptance_length, num_drafts, spread)
         quantiles = (np.random.default_rng(seed).permutation(num_requests) + 0.5) / num_requests
+        mean = _mean_rate(acceptance_length, num_drafts, spread, quantiles)
         self.rates = _beta_quantiles(mean, spread, quantiles)
 
     def __getitem__(self, index: int) -> Answer:
@@ -106,9 +105,8 @@ class SyntheticAnswers:
         return Answer(self._num_prompt_tokens, confidence, num_matched, ratio.astype(np.float32))
 
 
-def _mean_rate(acceptance_length: float, num_drafts: int, spread: float) -> float:
-    """Return the mean of the rates at which tokens over rounds is `acceptance_length`, by bisection."""
-    quantiles = (np.arange(_NUM_QUANTILES) + 0.5) / _NUM_QUANTILES
+def _mean_rate(acceptance_length: float, num_drafts: int, spread: float, quantiles: Doubles) -> float:
+    """Return the mean of the Beta at whose quantiles tokens over rounds are `acceptance_length`, by bisection."""
     low, high = 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2

@@ -28,15 +28,15 @@ def num_rounds(answer: Answer) -> int:
 
 
 @pytest.mark.parametrize(("acceptance_length", "num_drafts"), [(1.2, 15), (3.4, 15), (7.09, 15), (9.83, 15), (2.5, 7)])
-def test_tokens_per_round_are_the_acceptance_length(acceptance_length: float, num_drafts: int) -> None:
-    """Every round's num_matched + 1 counts, so that the end of an answer cuts nothing off."""
-    rounds, tokens = 0, 0
-    for answer in made_up(acceptance_length, num_drafts):
-        anchor = 0
-        while anchor < len(answer.num_matched):
-            step = int(answer.num_matched[anchor]) + 1
-            anchor, rounds, tokens = anchor + step, rounds + 1, tokens + step
-    assert tokens / rounds == pytest.approx(acceptance_length, rel=0.01)
+@pytest.mark.parametrize("num_requests", [32, 256])
+def test_tokens_per_round_are_the_acceptance_length(
+    acceptance_length: float, num_drafts: int, num_requests: int
+) -> None:
+    """Blocks are independent, so all of a request's count: its tokens per round are the mean of num_matched + 1."""
+    num_tokens = 131_072 // num_requests
+    answers = SyntheticAnswers(acceptance_length, num_drafts, num_requests, 32, num_tokens, 0)
+    lengths = [float((answers[i].num_matched + 1).mean()) for i in range(num_requests)]
+    assert num_requests / sum(1 / length for length in lengths) == pytest.approx(acceptance_length, rel=0.01)
 
 
 def test_requests_differ() -> None:
