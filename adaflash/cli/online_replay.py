@@ -22,7 +22,7 @@ from adaflash.training.trainer_parts import load_parts, open_store
 from adaflash.training.trajectories import Position, Trajectory, TrajectorySpool
 
 # Online speculative decoding (arXiv:2310.07177): distillation by the forward KL alone.
-OSD = {"loss": "forward_kl", "alpha": 0.0, "clip": "none"}
+OSD = {"loss": "forward_kl", "alpha": 0.0, "clip": "none", "weighting": "decay"}
 
 OnProgress = Callable[[int, int], None]
 

@@ -181,8 +181,11 @@ class _Session:
             raise UnavailableError(f"the trainer ended with exit code {self._trainer.returncode}; see its log")
 
     async def compare(self, trainer: str) -> None:
-        """Measure plain and speculative decoding in turn on the same users."""
-        rates: dict[str, list[float]] = {"off": [], "confidence": []}
+        """Measure plain decoding and what users get by default in turn on the same users."""
+        rates: dict[str, list[float]] = {"off": [], "goodput": []}
+        await self._running.engine.set_verify_policy("goodput")
+        warm = self._now + self._config.compare_s
+        await self._traffic(lambda: self._now >= warm, lambda _: None)
         for _ in range(self._config.compare_rounds):
             for policy, results in rates.items():
                 await self._running.engine.set_verify_policy(policy)
@@ -191,7 +194,7 @@ class _Session:
                 await self._traffic(lambda end=end: self._now >= end, lambda _: None)  # type: ignore[misc]
                 tokens = self._running.engine.stats().num_output_tokens - before
                 results.append(tokens / (self._now - started))
-        self.record.throughput.append(Throughput(trainer, rates["off"], rates["confidence"]))
+        self.record.throughput.append(Throughput(trainer, rates["off"], rates["goodput"]))
 
     async def _traffic(self, is_over: Callable[[], bool], take: Callable[[ServedRequest], None]) -> None:
         async def user() -> None:
@@ -244,7 +247,7 @@ async def _server(config: SessionConfig, trainer: str, num_threads: int) -> Asyn
         max_model_len=1024,
         max_num_seqs=max(8, config.concurrency),
         num_threads=num_threads,
-        verify_policy="confidence",
+        verify_policy="confidence",  # verifies whatever is promising, so that acceptance can be replayed exactly
     )
     # Few requests: half of them try a new version, and four of either kind decide.
     online_config = OnlineConfig(

@@ -79,6 +79,8 @@ class Engine:
         self._samples: dict[int, Sample] = {}
         drafters = self._runner.drafters
         self._rollout = None if drafters is None else DrafterRollout(drafters, self._requests)
+        if self._rollout is not None:
+            self._speculation.is_on_trial = self._rollout.is_on_trial
         self._recorder = None if capture is None else start_capture(capture, self._runner, self._blocks)
         self._keys = itertools.count()
         self._preparer = RequestPreparer(

@@ -89,6 +89,12 @@ class DrafterRollout:
         for seq in sequences:
             seq.drafter_version, seq.needs_own_context = version, is_compared
 
+    def is_on_trial(self, seq: Sequence) -> bool:
+        """Whether the drafts of a sequence help to decide about the candidate."""
+        if self._canary is None or not (seq.needs_own_context and seq.is_context_pure):
+            return False
+        return seq.drafter_version in (self.drafters.candidate, self.drafters.good)
+
     def observe(self, seq: Sequence, num_tokens: int) -> None:
         """Count a drafted round that emitted `num_tokens`; only rounds on rows of one version are compared."""
         if self._canary is not None and seq.is_context_pure:

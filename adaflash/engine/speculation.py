@@ -30,6 +30,9 @@ class Speculation:
         drafter: Of the shapes being served; None: every policy but `off` is refused.
         measure: Returns the cost of steps, measured or remembered; called once `goodput` is switched on.
 
+    Attributes:
+        is_on_trial: Says which sequences' drafts decide between two drafter versions.
+
     Raises:
         ConfigError: The policy needs a drafter or a length head that is not there.
     """
@@ -38,6 +41,7 @@ class Speculation:
         self._config = config
         self._drafter = drafter
         self._measure = measure
+        self.is_on_trial: Callable[[Sequence], bool] = _never
         self._costs: CostModel | None = None
         self._rule = VerifyPolicy("off", 1)
         self._goodput: GoodputPolicy | None = None
@@ -99,7 +103,7 @@ class Speculation:
         """See `DraftSelector`; only for `goodput`."""
         policy = self.goodput
         assert policy is not None, "other policies let everybody draft"
-        candidates = [_candidate(seq, most) for seq, most in zip(decoding, max_drafts, strict=True)]
+        candidates = [self._candidate(seq, most) for seq, most in zip(decoding, max_drafts, strict=True)]
         load = StepLoad(
             len(decoding) + (num_prefill > 0),
             len(decoding),
@@ -120,7 +124,7 @@ class Speculation:
         policy = self.goodput
         if policy is None:
             return self._rule.choose(signals, [item.max_drafts for item in drafting])
-        return policy.choose(signals, [_candidate(item.seq, item.max_drafts) for item in drafting], self._load)
+        return policy.choose(signals, [self._candidate(item.seq, item.max_drafts) for item in drafting], self._load)
 
     def context(self, item: ScheduledSequence) -> ContextWrite:
         """Return when the drafter's context of a sequence's rows is to be written."""
@@ -157,15 +161,18 @@ class Speculation:
             costs.observe_verify(load.num_seqs, load.num_tokens + num_verified, load.num_context, rest_s)
         policy.end_step(draft_s + rest_s, load)
 
+    def _candidate(self, seq: Sequence, max_drafts: int) -> Candidate:
+        kind = temperature_class(seq.request.params.temperature)
+        return Candidate(seq.key, kind, seq.drafter_version, max_drafts, self.is_on_trial(seq))
+
     def forget(self, seq: Sequence) -> None:
         """Drop what is known of a sequence that has ended."""
         if self._goodput is not None:
             self._goodput.forget(seq.key)
 
 
-def _candidate(seq: Sequence, max_drafts: int) -> Candidate:
-    kind = temperature_class(seq.request.params.temperature)
-    return Candidate(seq.key, kind, seq.drafter_version, max_drafts)
+def _never(_: Sequence) -> bool:
+    return False
 
 
 def _load(plan: Schedule) -> StepLoad:

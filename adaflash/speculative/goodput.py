@@ -35,6 +35,7 @@ _HORIZON = 16  # a sequence that turns out to gain is expected to draft so often
 _FIRST_ROWS = 2.0  # drafts verified per sequence that drafts, before anything is known
 _ROWS_MEMORY = 0.7
 _ITERATIONS = 2
+_TRIAL_STEPS = 4  # between two drafts of a sequence on trial
 _RECONSIDER_STEPS = 8  # while nothing drafts and the same sequences run
 
 
@@ -46,12 +47,14 @@ class Candidate(NamedTuple):
         temperature_class: See `temperature_class`.
         drafter_version: What would draft for it.
         max_drafts: Most drafts it may verify; 0 when it cannot draft now.
+        is_on_trial: Whether its drafts decide between two drafter versions: it drafts now and then whatever that costs.
     """
 
     key: int
     temperature_class: int
     drafter_version: int
     max_drafts: int
+    is_on_trial: bool = False
 
 
 class StepLoad(NamedTuple):
@@ -108,6 +111,7 @@ class GoodputPolicy:
         self._probe_s = 0.0  # what the cheapest probe would have cost last time
         self._idle_keys: list[int] = []
         self._idle_steps = 0
+        self._num_steps = 0
         self._drafted: _Drafted | None = None
         self._steps_to_refresh = _REFRESH_STEPS
 
@@ -116,13 +120,14 @@ class GoodputPolicy:
     def select(self, candidates: list[Candidate], load: StepLoad) -> list[bool]:
         """Return which sequences draft in this step."""
         able = [c for c in candidates if c.max_drafts > 0]
-        self._probes = set()
+        self._num_steps += 1
+        self._probes = {c.key for c in able if c.is_on_trial and (c.key + self._num_steps) % _TRIAL_STEPS == 0}
         keys = [c.key for c in able]
         self._idle_steps = self._idle_steps + 1 if keys == self._idle_keys else 0
-        is_settled = 0 < self._idle_steps < _RECONSIDER_STEPS and self._credit_s < self._probe_s
+        is_settled = not self._probes and 0 < self._idle_steps < _RECONSIDER_STEPS and self._credit_s < self._probe_s
         if not able or is_settled:
             return [False] * len(candidates)
-        chosen = self._profitable(able, load)
+        chosen = self._profitable(able, load) | self._probes
         chosen |= self._worth_a_look([c for c in able if c.key not in chosen], len(chosen), load)
         chosen |= self._pick_probes([c for c in able if c.key not in chosen], len(chosen), load)
         self._idle_steps, self._idle_keys = 0, [] if chosen else keys
@@ -211,8 +216,9 @@ class GoodputPolicy:
         if count == 0:
             return set()
         self._credit_s = max(0.0, self._credit_s - float(cost_s[count - 1]))
-        self._probes = set(order[:count])
-        return self._probes
+        probes = set(order[:count])
+        self._probes |= probes
+        return probes
 
     # ---- how much is verified --------------------------------------------------------------------------------
 

@@ -92,7 +92,7 @@ class TrainerConfig:
     clip: ClipName = "term"
     clip_nats: float = 0.5
     clip_share: float = 0.01
-    weighting: WeightingName = "decay"
+    weighting: WeightingName = "credit"
     decay_gamma: float = 7.0
     credit_smoothing: float = 0.5
     freeze_context: bool = False

@@ -39,10 +39,16 @@ from adaflash.training.target_head import TargetHead
 from adaflash.training.trainer_config import TrainerConfig
 
 VARIANTS: dict[str, dict[str, object]] = {
-    "ce": {"loss": "ce"},
-    "reverse_kl": {"loss": "reverse_kl", "alpha": 0.8, "clip": "term", "clip_nats": 0.5},
-    "reverse_kl_row_clip": {"loss": "reverse_kl", "alpha": 0.8, "clip": "position", "clip_share": 0.01},
-    "osd": {"loss": "forward_kl", "alpha": 0.0, "clip": "none"},
+    "ce": {"loss": "ce", "weighting": "decay"},
+    "reverse_kl": {"loss": "reverse_kl", "alpha": 0.8, "clip": "term", "clip_nats": 0.5, "weighting": "decay"},
+    "reverse_kl_row_clip": {
+        "loss": "reverse_kl",
+        "alpha": 0.8,
+        "clip": "position",
+        "clip_share": 0.01,
+        "weighting": "decay",
+    },
+    "osd": {"loss": "forward_kl", "alpha": 0.0, "clip": "none", "weighting": "decay"},
     "ce_credit": {"loss": "ce", "weighting": "credit"},
     "reverse_kl_credit": {"loss": "reverse_kl", "alpha": 0.8, "clip": "term", "clip_nats": 0.5, "weighting": "credit"},
 }

@@ -190,6 +190,23 @@ def test_a_step_stays_under_its_limit() -> None:
     assert sum(tight.drafted) == 0, "even plain decoding takes longer"
 
 
+def test_a_sequence_on_trial_drafts_however_little_it_brings() -> None:
+    costs = LinearCosts()
+    world = World(lambda *_: 0.02, costs, 4)
+    world.run(600)
+    load, policy, num_drafts = StepLoad(2, 2, 2, 100), world.policy, Counter[int]()
+    for _ in range(64):
+        candidates = [Candidate(10**6, 0, 0, WIDTH, is_on_trial=True), Candidate(10**6 + 1, 0, 0, WIDTH)]
+        drafting = [c for c, does in zip(candidates, policy.select(candidates, load), strict=True) if does]
+        if drafting:
+            lens = policy.choose(DraftSignals([[0.02] * WIDTH] * len(drafting), None), drafting, load)
+            num_drafts.update(c.key for c, count in zip(drafting, lens, strict=True) if count)
+            policy.observe([0] * len(drafting))
+        policy.end_step(costs.base, load)
+    assert num_drafts[10**6] >= 16
+    assert num_drafts[10**6 + 1] < num_drafts[10**6]
+
+
 def test_who_cannot_draft_does_not() -> None:
     policy = GoodputPolicy(LinearCosts(), WIDTH)
     load = StepLoad(2, 2, 2, 10)

@@ -18,7 +18,7 @@ from adaflash.speculative.drafter_loader import drafter_slots
 from adaflash.training.learner import Learner, StepReport, make_loss
 from adaflash.training.losses import PositionClip, TermClip
 from adaflash.training.payload import PayloadChecker
-from adaflash.training.position_weights import CreditWeights, DecayWeights
+from adaflash.training.position_weights import CreditWeights
 from adaflash.training.supervision import Supervision
 from adaflash.training.trainer_config import TrainerConfig
 from adaflash.training.trainer_parts import TrainerParts
@@ -268,5 +268,5 @@ def test_a_config_names_the_loss() -> None:
     assert (loss.alpha, loss.divergence, loss.clip) == (0.3, "forward_kl", PositionClip(0.2))
     assert loss.weighting == CreditWeights(0.5)
     default = make_loss(TrainerConfig())
-    assert (default.alpha, default.clip, default.weighting) == (0.8, TermClip(0.5), DecayWeights(7.0))
+    assert (default.alpha, default.clip, default.weighting) == (0.8, TermClip(0.5), CreditWeights(0.5))
     assert make_loss(TrainerConfig(loss="ce")).alpha == 1.0
