@@ -75,7 +75,7 @@ class EngineConfig:
         kv_cache_memory_bytes: Memory for the KV pool; None takes a share of what the device has free.
         gpu_memory_utilization: Share of device memory the engine may use when nothing explicit is given.
         enable_prefix_caching: Reuse KV of equal prompt prefixes.
-        verify_policy: How many drafts each request verifies; `auto` is `confidence` with a drafter, else `off`.
+        verify_policy: How many drafts each request verifies; `auto` is `goodput` with a drafter, else `off`.
         num_speculative_tokens: Upper bound of drafts to verify; None is the drafter's block size - 1.
         confidence_threshold: `confidence` keeps the prefix whose cumulative confidence is at least this.
         length_head_rate: `length_head` multiplies its prediction by this before rounding (1.0 serving, 1.3 paper).

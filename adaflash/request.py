@@ -187,6 +187,13 @@ class SpeculationStats:
 
     `num_rounds` counts decode rounds: target forwards, with or without drafts, that started from an anchor. The forward
     that ends a prefill also emits a token, but is no round, and its token is not in `num_emitted_tokens`.
+
+    Attributes:
+        verify_lens: Entry k counts the rounds that drafted and verified k drafts; the other rounds decoded plainly.
+        expected_accepted_tokens: Drafts that policy `goodput` expected to be accepted, by its calibrated survival.
+        draft_s: Seconds of drafting in the steps that decoded the request; other requests share them, as the next two.
+        verify_s: Seconds of the target's forwards and of sampling.
+        host_s: Seconds of everything else.
     """
 
     verify_policy: str = "off"
@@ -196,6 +203,16 @@ class SpeculationStats:
     num_accepted_tokens: int = 0
     num_emitted_tokens: int = 0
     drafter_versions: tuple[int, ...] = ()
+    verify_lens: tuple[int, ...] = ()
+    expected_accepted_tokens: float = 0.0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    host_s: float = 0.0
+
+    @property
+    def num_plain_rounds(self) -> int:
+        """Rounds without drafts."""
+        return self.num_rounds - sum(self.verify_lens)
 
     @property
     def acceptance_length(self) -> float:
@@ -275,6 +292,10 @@ class EngineStats:
 
     Attributes:
         num_accepted_per_position: Entry k counts accepted drafts at draft position k.
+        num_plain_steps: Steps in which nothing drafted.
+        verify_lens: Entry k counts drafts of which k tokens were verified.
+        expected_accepted_tokens: Drafts that policy `goodput` expected to be accepted.
+        calibration_error: Expected calibration error of its survival, lately; 0 before any draft.
         step_time_s: Seconds spent in steps, by part: `draft`, `verify`, `host`.
     """
 
@@ -293,4 +314,8 @@ class EngineStats:
     num_verified_tokens: int
     num_accepted_tokens: int
     num_accepted_per_position: tuple[int, ...]
+    num_plain_steps: int
+    verify_lens: tuple[int, ...]
+    expected_accepted_tokens: float
+    calibration_error: float
     step_time_s: dict[str, float]

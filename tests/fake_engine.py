@@ -152,6 +152,10 @@ class FakeEngine:
             num_verified_tokens=40,
             num_accepted_tokens=25,
             num_accepted_per_position=(10, 8, 5, 2),
+            num_plain_steps=3,
+            verify_lens=(1, 2, 0, 3, 0, 0, 0, 4),
+            expected_accepted_tokens=24.5,
+            calibration_error=0.02,
             step_time_s={"draft": 0.5, "verify": 1.5, "host": 0.1},
         )
 

@@ -18,6 +18,8 @@ def environment() -> dict[str, object]:
     """Return what a reader needs to know to repeat a measurement."""
     import torch
 
+    from adaflash.ops.device_name import cpu_model
+
     return {
         "adaflash": __version__,
         "commit": source_commit(),
@@ -29,16 +31,6 @@ def environment() -> dict[str, object]:
         "torch_threads": torch.get_num_threads(),
         "load_average": os.getloadavg()[0],
     }
-
-
-def cpu_model() -> str:
-    """Return the processor's name as the system reports it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def source_commit() -> str | None:

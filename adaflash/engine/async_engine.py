@@ -238,6 +238,7 @@ class AsyncEngine:
 
     def _take_commands(self) -> None:
         if not self._engine.has_unfinished():
+            self._engine.rest()
             self._inbox.get()()
         self._drain_inbox()
 

@@ -21,13 +21,19 @@ class ContextBacklog:
         taps_size: Features of the tapped layers together.
         dtype: Of the features.
         device: Where they are computed.
-        max_bytes: Memory for rows; at least one row is kept.
+        min_rows: Rows that there must be memory for: the most sequences in a step.
+        max_bytes: Memory for more rows than that.
+
+    Attributes:
+        num_rows: Rows that there is memory for.
     """
 
-    def __init__(self, taps_size: int, dtype: torch.dtype, device: torch.device, max_bytes: int = _MAX_BYTES) -> None:
-        num_rows = min(_MAX_ROWS, max(1, max_bytes // (taps_size * dtype.itemsize)))
-        self._rows = torch.empty(num_rows, taps_size, dtype=dtype, device=device)
-        self._free = list(range(num_rows - 1, -1, -1))
+    def __init__(
+        self, taps_size: int, dtype: torch.dtype, device: torch.device, min_rows: int, max_bytes: int = _MAX_BYTES
+    ) -> None:
+        self.num_rows = max(min_rows, min(_MAX_ROWS, max_bytes // (taps_size * dtype.itemsize)))
+        self._rows = torch.empty(self.num_rows, taps_size, dtype=dtype, device=device)
+        self._free = list(range(self.num_rows - 1, -1, -1))
         self._taken: dict[int, list[int]] = {}
 
     @property

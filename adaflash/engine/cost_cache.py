@@ -7,7 +7,6 @@ import hashlib
 import json
 import logging
 import os
-import platform
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -22,6 +21,7 @@ from adaflash.engine.profile_cases import ProfileLimits
 from adaflash.engine.profiling import DEFAULT_BUDGET_S, profile
 from adaflash.engine.runner import Runner
 from adaflash.models.strict_json import parse_json
+from adaflash.ops.device_name import device_name
 from adaflash.speculative.cost_model import CostModel
 from adaflash.speculative.dflash import DFlashDrafter
 
@@ -66,7 +66,8 @@ def cost_identity(runner: Runner, block_size: int, limits: ProfileLimits) -> dic
         "adaflash": __version__,
         "torch": torch.__version__,
         "backend": runner.backend.name,
-        "device": _device_name(runner.backend.device),
+        "device": device_name(runner.backend.device),
+        "num_cpus": os.cpu_count(),
         "num_threads": torch.get_num_threads(),
         "dtype": str(runner.target.dtype),
         "target": asdict(runner.target.config),
@@ -149,15 +150,3 @@ def _drafter_layout(runner: Runner) -> dict[str, object] | None:
         "num_columns": None if drafter.column_token_ids is None else len(drafter.column_token_ids),
         "has_length_head": drafter.length_head is not None,
     }
-
-
-def _device_name(device: torch.device) -> str:
-    """Return the name of the processor or accelerator as the system reports it."""
-    if device.type != "cpu":
-        return str(torch.get_device_module(device).get_device_name(device))
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return f"{line.partition(':')[2].strip()} x{os.cpu_count()}"
-    return f"{platform.processor() or platform.machine()} x{os.cpu_count()}"

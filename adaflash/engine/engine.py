@@ -15,20 +15,18 @@ import torch
 from adaflash.cache.block_manager import BlockManager
 from adaflash.config import EngineConfig
 from adaflash.engine.capture import CaptureConfig, start_capture
-from adaflash.engine.cost_cache import load_or_profile
 from adaflash.engine.detokenizer import Detokenizer
 from adaflash.engine.loading import LoadedEngine, load_engine
 from adaflash.engine.merge import OutputMerger
 from adaflash.engine.output import SampleOutput, snapshot
 from adaflash.engine.preparation import RequestPreparer, as_params_list, as_prompt_list
-from adaflash.engine.profile_cases import ProfileLimits
 from adaflash.engine.request_state import RequestState, Sample
 from adaflash.engine.rollout import DrafterRollout
-from adaflash.engine.runner import Drafts, Round, Verified
+from adaflash.engine.runner import Drafts, Round, StepTimes, Verified
 from adaflash.engine.scheduler import Schedule, Scheduler
 from adaflash.engine.sequence import Sequence
 from adaflash.engine.speculation import Speculation
-from adaflash.engine.statistics import EngineCounters
+from adaflash.engine.statistics import DraftCount, EngineCounters, count_round
 from adaflash.errors import RequestError
 from adaflash.request import (
     EngineInfo,
@@ -41,7 +39,6 @@ from adaflash.request import (
     SpeculationStats,
     Usage,
 )
-from adaflash.speculative.cost_model import CostModel
 from adaflash.training.trajectories import RoundCounts
 
 logger = logging.getLogger(__name__)
@@ -69,11 +66,8 @@ class Engine:
         self._runner = self._loaded.runner
         self._eos_token_ids = self._loaded.info.eos_token_ids
         self._blocks = BlockManager(self._loaded.num_kv_blocks, self._loaded.block_size, config.enable_prefix_caching)
-        self._speculation = Speculation(config, self._runner.drafter, self._measure_costs)
-        self._scheduler = Scheduler(
-            self._blocks, config.max_num_seqs, config.max_num_batched_tokens, self._speculation.limits
-        )
-        self._follow_policy()
+        self._scheduler = Scheduler(self._blocks, config.max_num_seqs, config.max_num_batched_tokens, limits=None)
+        self._speculation = Speculation(config, self._runner, self._scheduler, self._loaded.max_model_len)
         self._counters = EngineCounters(self._speculation.draft_width)
         self._requests: dict[str, RequestState] = {}
         self._samples: dict[int, Sample] = {}
@@ -82,6 +76,7 @@ class Engine:
         if self._rollout is not None:
             self._speculation.is_on_trial = self._rollout.is_on_trial
         self._recorder = None if capture is None else start_capture(capture, self._runner, self._blocks)
+        self._last_host_s = 0.0
         self._keys = itertools.count()
         self._preparer = RequestPreparer(
             self._loaded.tokenizer, self._loaded.info.vocab_size, self._loaded.max_model_len, config.seed
@@ -181,24 +176,28 @@ class Engine:
         self._scheduler.takes_bare_prefixes = self._speculation.takes_bare_prefixes
         plan = self._scheduler.schedule()
         for seq in plan.preempted:
-            self._drop_pending(seq)
+            self._runner.drop_pending(seq)
         if not plan.scheduled:
             return []
         self._speculation.begin_step(plan)
-        drafted_before = self._runner.times.draft
+        before = replace(self._runner.times)
         self._register_new(plan)
         self._runner.copy_blocks(plan.copy_pairs)
         caught_up = self._catch_up(plan)
         rounds, drafts = self._draft(plan)
         verified = self._runner.verify(rounds, drafts)
-        deltas = self._commit(rounds, verified)
+        times = StepTimes(self._runner.times.draft - before.draft, self._runner.times.verify - before.verify)
+        deltas = self._commit(rounds, verified, times)
         if self._rollout is not None:
             self._rollout.settle()
-        elapsed_s, draft_s = time.perf_counter() - started, self._runner.times.draft - drafted_before
+        elapsed_s = time.perf_counter() - started
+        self._last_host_s = elapsed_s - times.draft - times.verify
         num_drafting = sum(r.draft_row is not None for r in rounds)
         num_verified = sum(len(r.draft_token_ids) for r in rounds)
-        self._speculation.end_step(num_drafting, num_verified, draft_s, elapsed_s - draft_s, caught_up)
-        self._counters.end_step(elapsed_s, self._runner.times)
+        if num_decoding := sum(r.scheduled.samples for r in rounds):
+            self._scheduler.forecast.observe(num_decoding + num_verified, num_decoding)
+        self._speculation.end_step(num_drafting, num_verified, times.draft, elapsed_s - times.draft, caught_up)
+        self._counters.end_step(elapsed_s, self._runner.times, is_plain=num_drafting == 0)
         return deltas
 
     def _register_new(self, plan: Schedule) -> None:
@@ -242,7 +241,7 @@ class Engine:
                 rounds.append(Round(item, [], None, when))
         return rounds, drafts
 
-    def _commit(self, rounds: list[Round], verified: list[Verified]) -> list[RequestOutput]:
+    def _commit(self, rounds: list[Round], verified: list[Verified], times: StepTimes) -> list[RequestOutput]:
         decided = iter(verified)
         touched: dict[str, list[Sample]] = {}
         corrupted: set[str] = set()
@@ -261,6 +260,11 @@ class Engine:
             else:
                 self._commit_sample(sample, r, result)
         self._speculation.observe(num_accepted)
+        for key in touched:
+            stats = self._requests[key].stats
+            stats.draft_s += times.draft
+            stats.verify_s += times.verify
+            stats.host_s += self._last_host_s  # of the step before: this one has not ended
         return [
             self._fail(self._requests[key], samples) if key in corrupted else self._delta(self._requests[key], samples)
             for key, samples in touched.items()
@@ -292,21 +296,15 @@ class Engine:
     def _count_round(
         self, stats: SpeculationStats, sample: Sample, r: Round, num_accepted: int, num_emitted: int
     ) -> None:
-        seq, num_verified = sample.seq, len(r.draft_token_ids)
-        stats.num_rounds += 1
-        stats.num_emitted_tokens += num_emitted
+        seq, num_verified, draft = sample.seq, len(r.draft_token_ids), None
         if seq.is_captured:
             sample.rounds.append(RoundCounts(num_verified, num_accepted))
-        if r.draft_row is None:
-            return
-        self.rollout.observe(seq, num_emitted)
-        version = seq.drafter_version
-        stats.num_verified_tokens += num_verified
-        stats.num_accepted_tokens += num_accepted
-        stats.num_drafted_tokens += self._speculation.draft_width
-        if version not in stats.drafter_versions:
-            stats.drafter_versions += (version,)
-        self._counters.count_draft(num_verified, num_accepted)
+        if r.draft_row is not None:
+            self.rollout.observe(seq, num_emitted)
+            expected = self._speculation.expected_tokens(r.draft_row)
+            draft = DraftCount(seq.drafter_version, num_verified, num_accepted, expected)
+            self._counters.count_draft(draft)
+        count_round(stats, num_emitted, draft, self._speculation.draft_width)
 
     def _delta(self, state: RequestState, samples: list[Sample]) -> RequestOutput:
         if state.num_unfinished == 0:
@@ -346,12 +344,8 @@ class Engine:
             request.prompt,
         )
 
-    def _drop_pending(self, seq: Sequence) -> None:
-        if self._runner.backlog is not None:
-            self._runner.backlog.drop(seq.key)
-
     def _retire(self, sample: Sample) -> None:
-        self._drop_pending(sample.seq)
+        self._runner.drop_pending(sample.seq)
         self._scheduler.give_up_pending(sample.seq)
         self._speculation.forget(sample.seq)
         if self._recorder is not None and self._recorder.record(sample):
@@ -368,6 +362,11 @@ class Engine:
         """The drafter versions; only of an engine with a drafter."""
         assert self._rollout is not None, "the engine has no drafter"
         return self._rollout
+
+    def rest(self) -> None:
+        """Release what the last requests left, when nothing runs."""
+        if self._recorder is not None:
+            self._recorder.flush()
 
     def close(self) -> None:
         """Hand over what was captured."""
@@ -388,24 +387,9 @@ class Engine:
             ConfigError: The policy needs a drafter or a length head that is not there.
         """
         self._speculation.switch(name)
-        self._follow_policy()
         for state in self._requests.values():
             state.stats.verify_policy = self.verify_policy
         logger.info("verify policy set policy=%s", self.verify_policy)
-
-    def _measure_costs(self) -> CostModel:
-        config = self.config
-        limits = ProfileLimits(config.max_num_seqs, config.max_num_batched_tokens, self._loaded.max_model_len)
-        return load_or_profile(self._runner, self._blocks, limits)
-
-    def _follow_policy(self) -> None:
-        is_selective = self._speculation.goodput is not None
-        self._scheduler.limits = self._speculation.limits
-        self._scheduler.select = self._speculation.select if is_selective else None
-        if self._speculation.limits is None:
-            for seq in self._scheduler.running:
-                self._drop_pending(seq)
-                self._scheduler.give_up_pending(seq)
 
     # ---- reporting -------------------------------------------------------------------------------------------
 
@@ -421,7 +405,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return current gauges and counters."""
-        return self._counters.snapshot(self._scheduler, self._blocks)
+        return self._counters.snapshot(self._scheduler, self._blocks, self._speculation.calibration_error)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""

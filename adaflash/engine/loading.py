@@ -156,7 +156,7 @@ def resolve_policy(name: str, drafter: Drafter | None) -> str:
         ConfigError: The policy is unknown, or needs a drafter or a length head that is not there.
     """
     if name == "auto":
-        return "off" if drafter is None else "confidence"
+        return "off" if drafter is None else "goodput"
     if name not in get_args(VerifyPolicyName):
         raise ConfigError(f"verify_policy={name!r} is invalid: must be one of {', '.join(get_args(VerifyPolicyName))}")
     if name != "off" and drafter is None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+
 from adaflash.engine.detokenizer import Detokenizer
 from adaflash.request import (
     CompletionOutput,
@@ -112,12 +114,4 @@ class SampleOutput:
 
 def snapshot(stats: SpeculationStats) -> SpeculationStats:
     """Return a copy that later steps do not change."""
-    return SpeculationStats(
-        stats.verify_policy,
-        stats.num_rounds,
-        stats.num_drafted_tokens,
-        stats.num_verified_tokens,
-        stats.num_accepted_tokens,
-        stats.num_emitted_tokens,
-        stats.drafter_versions,
-    )
+    return copy.copy(stats)

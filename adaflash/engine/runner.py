@@ -87,7 +87,7 @@ class Runner:
 
     Attributes:
         features: Where the target's features of captured sequences are kept; None keeps none.
-        backlog: Features of tokens whose drafter context is still to be written; None without a drafter.
+        backlog: Features of tokens whose drafter context is still to be written; None where none is put off.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Runner:
         self.sampling = sampling
         self.times = StepTimes()
         self.features: FeaturePool | None = None
-        self.backlog = None if drafters is None else _backlog(drafters.current, target, backend)
+        self.backlog: ContextBacklog | None = None
         self._target_kv = target_kv
         self._draft_kv = draft_kv
         self._keep_draft_logits = keep_draft_logits
@@ -116,6 +116,18 @@ class Runner:
     def drafter(self) -> Drafter | None:
         """The last good drafter; its shapes are those of every version."""
         return None if self.drafters is None else self.drafters.current
+
+    def make_backlog(self, max_num_seqs: int) -> None:
+        """Make room for features whose drafter context is written later, unless there is."""
+        assert self.drafter is not None, "only a drafter has context"
+        if self.backlog is None:
+            taps_size = len(self.drafter.tap_layer_ids) * self.target.config.hidden_size
+            self.backlog = ContextBacklog(taps_size, self.target.dtype, self.backend.device, max_num_seqs)
+
+    def drop_pending(self, seq: Sequence) -> None:
+        """Forget the features of a sequence whose context will not be written, or from other rows."""
+        if self.backlog is not None:
+            self.backlog.drop(seq.key)
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy KV blocks of both models, `(source, destination)`."""
@@ -163,7 +175,7 @@ class Runner:
     def write_pending(self, seqs: list[Sequence]) -> None:
         """Write the drafter context that was put off, of sequences that have some; the time counts as drafting."""
         assert self.drafters is not None, "there is a drafter to write for"
-        assert self.backlog is not None, "a drafter comes with a backlog"
+        assert self.backlog is not None, "there is room for what is put off"
         assert self._draft_kv is not None, "a drafter comes with its KV pool"
         started = time.perf_counter()
         seqs = sorted(seqs, key=lambda seq: seq.drafter_version)
@@ -228,7 +240,7 @@ class Runner:
                 self.drafters[version].write_context(taps[index], positions, slots, self._draft_kv)
         later = [i for i, context in enumerate(contexts) if context is ContextWrite.LATER]
         if later:
-            assert self.backlog is not None, "a drafter comes with a backlog"
+            assert self.backlog is not None, "there is room for what is put off"
             starts = np.cumsum(batch.query_lens_cpu) - batch.query_lens_cpu
             index = device_tensor(starts[later], self.backend.device)
             self.backlog.add([seqs[i].key for i in later], taps if len(later) == len(taps) else taps[index])
@@ -277,11 +289,6 @@ class Runner:
                 results[s] = _token_logprobs(logits[row : row + len(tokens)], tokens, num_top)
             row += len(r.draft_token_ids) + 1
         return results
-
-
-def _backlog(drafter: Drafter, target: TargetModel, backend: Backend) -> ContextBacklog:
-    taps_size = len(drafter.tap_layer_ids) * target.config.hidden_size
-    return ContextBacklog(taps_size, target.dtype, backend.device)
 
 
 def _pending_rows(seqs: list[Sequence], block_size: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from adaflash.cache.block_manager import MIXED_VERSIONS, BlockManager
 from adaflash.engine.sequence import ContextWrite, Sequence
+from adaflash.speculative.forecast import LengthForecast
 
 # (decoding sequences, most drafts of each, rows left for prefill) -> most drafts of each, 0 for those not to draft.
 DraftSelector = Callable[[list[Sequence], list[int], int], list[int]]
@@ -79,6 +80,7 @@ class Scheduler:
 
     Attributes:
         select: Decides which sequences draft; None lets all of them that can.
+        forecast: Tokens that running sequences will take; new ones are admitted beside that.
         takes_bare_prefixes: Whether a request takes cached tokens without drafter rows, and so never drafts, rather
             than compute them again.
     """
@@ -92,6 +94,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.limits = limits
         self.select: DraftSelector | None = None
+        self.forecast = LengthForecast(1 if limits is None else limits.draft_block_size)
         self.takes_bare_prefixes = False
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -253,8 +256,9 @@ class Scheduler:
         seq.is_context_pure = versions <= {seq.drafter_version}
         seq.block_table = list(matched)
         self.blocks.share(matched)
-        # Each running sequence may need a block soon: admitting into the last ones would only preempt again.
-        fits = self.blocks.num_free >= needed - len(matched) + len(self.running)
+        # What runs will need blocks soon: admitting into the last ones would only preempt again.
+        soon = len(self.running) * self.blocks.num_blocks_for(self.forecast.tokens_per_seq)
+        fits = self.blocks.num_free >= needed - len(matched) + soon
         fresh = self.blocks.allocate(needed - len(matched), after=matched[-1] if matched else None) if fits else None
         if fresh is None:
             self._release(seq)

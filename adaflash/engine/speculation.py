@@ -8,10 +8,12 @@ import math
 from collections.abc import Callable
 
 from adaflash.config import EngineConfig
+from adaflash.engine.cost_cache import load_or_profile
 from adaflash.engine.loading import resolve_policy
-from adaflash.engine.scheduler import DraftLimits, Schedule, ScheduledSequence
+from adaflash.engine.profile_cases import ProfileLimits
+from adaflash.engine.runner import Runner
+from adaflash.engine.scheduler import DraftLimits, Schedule, ScheduledSequence, Scheduler
 from adaflash.engine.sequence import ContextWrite, Sequence
-from adaflash.speculative.base import Drafter
 from adaflash.speculative.budget import DraftSignals, VerifyPolicy
 from adaflash.speculative.cost_model import CostModel
 from adaflash.speculative.goodput import Candidate, GoodputPolicy, StepLoad
@@ -27,8 +29,9 @@ class Speculation:
 
     Args:
         config: Names the policy and its settings.
-        drafter: Of the shapes being served; None: every policy but `off` is refused.
-        measure: Returns the cost of steps, measured or remembered; called once `goodput` is switched on.
+        runner: The models; without drafters every policy but `off` is refused.
+        scheduler: Is told what may be drafted.
+        max_model_len: Longest sequence.
 
     Attributes:
         is_on_trial: Says which sequences' drafts decide between two drafter versions.
@@ -37,10 +40,11 @@ class Speculation:
         ConfigError: The policy needs a drafter or a length head that is not there.
     """
 
-    def __init__(self, config: EngineConfig, drafter: Drafter | None, measure: Callable[[], CostModel]) -> None:
+    def __init__(self, config: EngineConfig, runner: Runner, scheduler: Scheduler, max_model_len: int) -> None:
         self._config = config
-        self._drafter = drafter
-        self._measure = measure
+        self._runner, self._scheduler = runner, scheduler
+        self._drafter = runner.drafter
+        self._limits = ProfileLimits(config.max_num_seqs, config.max_num_batched_tokens, max_model_len)
         self.is_on_trial: Callable[[Sequence], bool] = _never
         self._costs: CostModel | None = None
         self._rule = VerifyPolicy("off", 1)
@@ -57,15 +61,16 @@ class Speculation:
         return self._rule.name
 
     def switch(self, name: str) -> None:
-        """Make another policy the active one, between two steps.
+        """Make another policy the active one, between two steps; the first time, `goodput` measures what steps cost.
 
         Raises:
             ConfigError: The policy needs a drafter or a length head that is not there.
         """
         config, resolved = self._config, resolve_policy(name, self._drafter)
         if resolved == "goodput" and self._goodput is None:
-            self._costs = self._measure()
+            self._costs = load_or_profile(self._runner, self._scheduler.blocks, self._limits)
             self._goodput = GoodputPolicy(self._costs, self.draft_width)
+            self._runner.make_backlog(self._config.max_num_seqs)
         self._rule = VerifyPolicy(
             resolved,
             self.draft_width + 1,
@@ -73,6 +78,12 @@ class Speculation:
             config.length_head_rate,
             config.length_head_min,
         )
+        self._scheduler.limits = self.limits
+        self._scheduler.select = None if self.goodput is None else self.select
+        if self.limits is None:
+            for seq in self._scheduler.running:
+                self._runner.drop_pending(seq)
+                self._scheduler.give_up_pending(seq)
 
     @property
     def draft_width(self) -> int:
@@ -125,6 +136,15 @@ class Speculation:
         if policy is None:
             return self._rule.choose(signals, [item.max_drafts for item in drafting])
         return policy.choose(signals, [self._candidate(item.seq, item.max_drafts) for item in drafting], self._load)
+
+    def expected_tokens(self, draft_row: int) -> float:
+        """Return how many drafts of a row of the last `choose` are expected to be accepted; 0 without expectation."""
+        return 0.0 if self.goodput is None else self.goodput.expected_tokens[draft_row]
+
+    @property
+    def calibration_error(self) -> float:
+        """Expected calibration error of survival, lately; 0 before `goodput` saw a draft."""
+        return 0.0 if self._goodput is None else self._goodput.calibration_error
 
     def context(self, item: ScheduledSequence) -> ContextWrite:
         """Return when the drafter's context of a sequence's rows is to be written."""

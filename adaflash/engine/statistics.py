@@ -1,12 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters of a running engine; they only grow."""
+"""Counters of a running engine and of its requests; they only grow."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from adaflash.cache.block_manager import BlockManager
 from adaflash.engine.runner import StepTimes
 from adaflash.engine.scheduler import Scheduler
-from adaflash.request import EngineStats
+from adaflash.request import EngineStats, SpeculationStats
+
+
+class DraftCount(NamedTuple):
+    """One sequence's draft block in a step.
+
+    Attributes:
+        version: What drafted.
+        num_verified: Drafts the target saw.
+        num_accepted: Drafts committed.
+        expected: Drafts that were expected to be accepted, where the policy has an expectation, else 0.
+    """
+
+    version: int
+    num_verified: int
+    num_accepted: int
+    expected: float
+
+
+def count_round(stats_: SpeculationStats, num_emitted: int, draft: DraftCount | None, num_positions: int) -> None:
+    """Count a decode round of a request, and its draft block if it drafted."""
+    stats_.num_rounds += 1
+    stats_.num_emitted_tokens += num_emitted
+    if draft is None:
+        return
+    stats_.num_drafted_tokens += num_positions
+    stats_.num_verified_tokens += draft.num_verified
+    stats_.num_accepted_tokens += draft.num_accepted
+    stats_.expected_accepted_tokens += draft.expected
+    lens = list(stats_.verify_lens or (0,) * (num_positions + 1))
+    lens[draft.num_verified] += 1
+    stats_.verify_lens = tuple(lens)
+    if draft.version not in stats_.drafter_versions:
+        stats_.drafter_versions += (draft.version,)
 
 
 class EngineCounters:
@@ -25,7 +60,10 @@ class EngineCounters:
         self._num_drafts = 0
         self._num_drafted_tokens = 0
         self._num_verified_tokens = 0
+        self._num_plain_steps = 0
+        self._expected_accepted = 0.0
         self._accepted_per_position = [0] * num_positions
+        self._verify_lens = [0] * (num_positions + 1)
         self._num_positions = num_positions
         self._total_s = 0.0
         self._times = StepTimes()
@@ -35,21 +73,24 @@ class EngineCounters:
         self._num_prompt_tokens += num_tokens
         self._num_cached_tokens += num_cached
 
-    def count_draft(self, num_verified: int, num_accepted: int) -> None:
+    def count_draft(self, draft: DraftCount) -> None:
         """Count one sequence's draft block."""
         self._num_drafts += 1
         self._num_drafted_tokens += self._num_positions
-        self._num_verified_tokens += num_verified
-        for position in range(num_accepted):
+        self._num_verified_tokens += draft.num_verified
+        self._expected_accepted += draft.expected
+        self._verify_lens[draft.num_verified] += 1
+        for position in range(draft.num_accepted):
             self._accepted_per_position[position] += 1
 
-    def end_step(self, elapsed_s: float, times: StepTimes) -> None:
+    def end_step(self, elapsed_s: float, times: StepTimes, is_plain: bool) -> None:
         """Count one step; `times` accumulates over the engine's life."""
         self._num_steps += 1
+        self._num_plain_steps += is_plain
         self._total_s += elapsed_s
         self._times = times
 
-    def snapshot(self, scheduler: Scheduler, blocks: BlockManager) -> EngineStats:
+    def snapshot(self, scheduler: Scheduler, blocks: BlockManager, calibration_error: float) -> EngineStats:
         """Return the counters beside the current gauges."""
         return EngineStats(
             num_running=len(scheduler.running),
@@ -67,6 +108,10 @@ class EngineCounters:
             num_verified_tokens=self._num_verified_tokens,
             num_accepted_tokens=sum(self._accepted_per_position),
             num_accepted_per_position=tuple(self._accepted_per_position),
+            num_plain_steps=self._num_plain_steps,
+            verify_lens=tuple(self._verify_lens),
+            expected_accepted_tokens=self._expected_accepted,
+            calibration_error=calibration_error,
             step_time_s={
                 "draft": self._times.draft,
                 "verify": self._times.verify,

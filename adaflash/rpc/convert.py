@@ -221,6 +221,11 @@ def _speculation_to_pb(speculation: SpeculationStats) -> pb.Speculation:
         num_accepted_tokens=speculation.num_accepted_tokens,
         acceptance_length=speculation.acceptance_length,
         drafter_versions=speculation.drafter_versions,
+        verify_lens=speculation.verify_lens,
+        expected_accepted_tokens=speculation.expected_accepted_tokens,
+        draft_s=speculation.draft_s,
+        verify_s=speculation.verify_s,
+        host_s=speculation.host_s,
     )
 
 
@@ -270,6 +275,11 @@ def _speculation_from_pb(message: pb.Speculation) -> SpeculationStats:
         num_accepted_tokens=message.num_accepted_tokens,
         num_emitted_tokens=round(message.acceptance_length * message.num_rounds),
         drafter_versions=tuple(message.drafter_versions),
+        verify_lens=tuple(message.verify_lens),
+        expected_accepted_tokens=message.expected_accepted_tokens,
+        draft_s=message.draft_s,
+        verify_s=message.verify_s,
+        host_s=message.host_s,
     )
 
 

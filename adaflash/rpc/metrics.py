@@ -26,7 +26,13 @@ _COUNTERS: tuple[tuple[str, str, str], ...] = (
     ("vllm:num_preemptions", "Requests preempted for want of KV blocks.", "num_preemptions"),
     ("adaflash:requests_finished", "Requests that ended, in whatever way.", "num_finished"),
     ("adaflash:steps", "Engine steps.", "num_steps"),
+    ("adaflash:plain_steps", "Engine steps in which nothing drafted.", "num_plain_steps"),
     ("adaflash:verified_tokens", "Drafted tokens the target verified.", "num_verified_tokens"),
+    (
+        "adaflash:expected_accepted_tokens",
+        "Drafts that policy goodput expected to be accepted.",
+        "expected_accepted_tokens",
+    ),
 )
 _GAUGES: tuple[tuple[str, str, str], ...] = (
     ("vllm:num_requests_running", "Sequences in the running batch.", "num_running"),
@@ -62,6 +68,13 @@ class EngineCollector(Collector):
         name = "vllm:spec_decode_num_accepted_tokens_per_pos"
         positions = [((str(k),), count) for k, count in enumerate(stats.num_accepted_per_position)]
         yield self._counter(name, "Accepted drafts by draft position.", positions, ("position",))
+        lens = [((str(k),), count) for k, count in enumerate(stats.verify_lens)]
+        yield self._counter("adaflash:drafts_by_verify_len", "Drafts by tokens verified.", lens, ("verify_len",))
+        yield self._gauge(
+            "adaflash:survival_calibration_error",
+            "Expected calibration error of the acceptance that policy goodput predicts, 0 to 1.",
+            stats.calibration_error,
+        )
         length = 1 + stats.num_accepted_tokens / stats.num_drafts if stats.num_drafts else 0.0
         yield self._gauge(
             "adaflash:acceptance_length", "Mean tokens per draft round, the bonus token included.", length

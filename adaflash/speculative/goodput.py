@@ -93,14 +93,16 @@ class GoodputPolicy:
         num_positions: K.
 
     Attributes:
+        calibration_error: Expected calibration error of the newest drafter version's survival; 0 before any draft.
         is_drafting: Whether drafting was last expected to pay for some sequence.
-        expected_tokens: Draft tokens that were expected to be accepted so far, by the calibrated survival.
+        expected_tokens: Of each sequence of the last `choose`, the drafts expected to be accepted.
     """
 
     def __init__(self, costs: StepCosts, num_positions: int) -> None:
         self.costs = costs
+        self.calibration_error = 0.0
         self.is_drafting = False
-        self.expected_tokens = 0.0
+        self.expected_tokens: list[float] = []
         self._num_positions = num_positions
         self._models: dict[int, SurvivalModel] = {}
         self._history = DraftHistory(num_positions, NUM_TEMPERATURE_CLASSES)
@@ -242,7 +244,7 @@ class GoodputPolicy:
             ]
             lens = more if step_s[sum(more)] < np.inf else lens
         self._rows = _ROWS_MEMORY * self._rows + (1 - _ROWS_MEMORY) * sum(lens) / len(lens)
-        self.expected_tokens += float(sum(survival[i, :n].sum() for i, n in enumerate(lens)))
+        self.expected_tokens = [float(row[:n].sum()) for row, n in zip(survival, lens, strict=True)]
         self._judge_probes(survival, drafting, load)
         self._drafted = _Drafted(drafting, signals, lens)
         return lens
@@ -300,10 +302,12 @@ class GoodputPolicy:
         for version, rows in _by_version(drafted.candidates):
             part = None if ratio is None else ratio[rows]
             self._model(version).observe(confidence[rows], classes[rows], part, verified[rows], accepted[rows])
+        newest = self._models[max(self._models)]
+        self.calibration_error = newest.calibration_error
         self._steps_to_refresh -= 1
         if self._steps_to_refresh == 0:
             self._steps_to_refresh = _REFRESH_STEPS
-            self._history.refresh(self._models[max(self._models)].predict)
+            self._history.refresh(newest.predict)
 
     def end_step(self, elapsed_s: float, load: StepLoad) -> None:
         """Grant a step's share of its time to probing."""
@@ -320,11 +324,6 @@ class GoodputPolicy:
     def _num_drafts(self) -> int:
         """Drafts that the newest version is known by."""
         return self._models[max(self._models)].num_drafts if self._models else 0
-
-    @property
-    def calibration_error(self) -> float:
-        """Expected calibration error of the newest drafter version's survival."""
-        return self._models[max(self._models)].calibration_error if self._models else 0.0
 
     def _plain_s(self, load: StepLoad) -> float:
         return float(self.costs.verify_s(load.num_seqs, np.array([load.num_tokens]), load.num_context)[0])

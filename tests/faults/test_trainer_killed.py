@@ -5,14 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import random
 import signal
-import sys
 import time
-from collections import defaultdict
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +16,10 @@ import pytest
 from adaflash.rpc import trainer_service
 from adaflash.rpc.version_fetch import ClientTimeouts
 from tests.serving import eventually, run
+from tests.trainer_process import TrainerProcess, start_module, trainer_process
 from tests.trainers import CHUNK_BYTES, Client, client_of, training
 from tests.versions import tiny_drafter
 
-ROOT = Path(__file__).resolve().parents[2]
 MODEL = "model.safetensors"
 
 
@@ -33,71 +28,7 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_drafter(tmp_path_factory.mktemp("tiny"))
 
 
-class Trainer:
-    """A trainer's process, restarted on the same port with the same store after each death."""
-
-    def __init__(self, folder: Path, drafter: Path) -> None:
-        self.root, self.log, self.address = folder / "store", folder / "chunks", ""
-        self._drafter, self._port = drafter, 0
-        self._process: asyncio.subprocess.Process | None = None
-
-    async def start(self, die: str | None = None, num_chunks: int = 0) -> None:
-        settings: dict[str, Any] = {"root": str(self.root), "drafter": str(self._drafter), "port": self._port}
-        settings |= {"log": str(self.log), "die": die, "num_chunks": num_chunks}
-        self._process = await _start("tests.serve_trainer", json.dumps(settings))
-        self.address = (await self._line()).removeprefix("ready address=")
-        self._port = int(self.address.rpartition(":")[2])
-
-    async def publish(self, seed: int) -> int | None:
-        """Publish and return the version; None when the trainer died of it."""
-        assert self._process is not None
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"publish {seed} key-{seed}\n".encode())
-        line = await self._line()
-        return int(line.split()[1]) if line else None
-
-    async def has_died(self) -> None:
-        assert self._process is not None
-        assert await asyncio.wait_for(self._process.wait(), 30) == -signal.SIGKILL
-
-    async def stop(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
-            await self._process.wait()
-
-    async def _line(self) -> str:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        return (await self._process.stdout.readline()).decode().strip()
-
-    def num_sent(self, version: int) -> dict[str, int]:
-        """Bytes sent of each file of a version, over all processes; what was about to be sent counts."""
-        sent: dict[str, int] = defaultdict(int)
-        for line in self.log.read_text().splitlines():
-            of, file, _, num_bytes = line.split()
-            sent[file] += int(num_bytes) if int(of) == version else 0
-        return sent
-
-
-async def _start(module: str, *arguments: str) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", module, *arguments),
-        cwd=ROOT,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-
-
-@asynccontextmanager
-async def trainer_process(folder: Path, drafter: Path) -> AsyncIterator[Trainer]:
-    trainer = Trainer(folder, drafter)
-    try:
-        yield trainer
-    finally:
-        await trainer.stop()
-
-
-def _num_resent(trainer: Trainer, client: Client, version: int) -> int:
+def _num_resent(trainer: TrainerProcess, client: Client, version: int) -> int:
     staged = next(staged for staged in client.taken if staged.version == version)
     size = sum(path.stat().st_size for path in staged.directory.iterdir())
     return sum(trainer.num_sent(version).values()) - size
@@ -215,11 +146,11 @@ def test_a_killed_server_goes_on_with_what_it_had(
             size = published.manifest.num_bytes + published.manifest_size
             arguments = (trainer.server.address, str(tmp_path / "staging"), str(drafter))
             for kill_at in (0.3, 0.7):
-                process = await _start("tests.run_version_client", *arguments)
+                process = await start_module("tests.run_version_client", *arguments)
                 await eventually(lambda at=kill_at: num_sent > at * size, 30)
                 process.kill()
                 await process.wait()
-            process = await _start("tests.run_version_client", *arguments)
+            process = await start_module("tests.run_version_client", *arguments)
             with contextlib.closing(process._transport):  # type: ignore[attr-defined]
                 version, num_received = await _staged(process)
                 process.kill()

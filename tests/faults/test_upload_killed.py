@@ -5,84 +5,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import random
 import signal
-import sys
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from adaflash.training.spool_segment import Buffer, Segment
 from adaflash.training.trajectories import START, TrajectorySpool
 from tests.serving import run
+from tests.trainer_process import line_of, start_module, trainer_process
 from tests.trainers import training
 from tests.uploads import eventually, open_spool, trajectory, uploading
 from tests.versions import tiny_drafter
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_drafter(tmp_path_factory.mktemp("tiny"))
-
-
-class Trainer:
-    """A trainer's process that keeps trajectories, restarted on the same port after each death."""
-
-    def __init__(self, folder: Path, drafter: Path) -> None:
-        self._settings: dict[str, Any] = {"root": str(folder / "store"), "drafter": str(drafter), "port": 0}
-        self._settings |= {"log": str(folder / "chunks"), "spool": str(folder / "kept")}
-        self._process: asyncio.subprocess.Process | None = None
-        self.address, self.spool_folder = "", folder / "kept"
-
-    async def start(self, die: str | None = None, num_taken: int = 0) -> None:
-        settings = self._settings | {"die": die, "num_chunks": num_taken}
-        self._process = await _start("tests.serve_trainer", json.dumps(settings))
-        self.address = (await _line(self._process)).removeprefix("ready address=")
-        self._settings["port"] = int(self.address.rpartition(":")[2])
-
-    async def has_died(self) -> None:
-        assert self._process is not None
-        assert await asyncio.wait_for(self._process.wait(), 30) == -signal.SIGKILL
-
-    async def stop(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
-            await self._process.wait()
-
-    def kept(self) -> list[str]:
-        """Names of the trajectories on the trainer's disk; the trainer must be dead."""
-        spool = open_spool(self.spool_folder)
-        names = [record.trajectory.request_id for record in spool.read(START, 10**6)]
-        spool.close()
-        return names
-
-
-async def _start(module: str, *arguments: str) -> asyncio.subprocess.Process:
-    pipe = asyncio.subprocess.PIPE
-    return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", module, *arguments, cwd=ROOT, stdin=pipe, stdout=pipe
-    )
-
-
-async def _line(process: asyncio.subprocess.Process) -> str:
-    assert process.stdout is not None
-    return (await process.stdout.readline()).decode().strip()
-
-
-@asynccontextmanager
-async def trainer_process(folder: Path, drafter: Path) -> AsyncIterator[Trainer]:
-    trainer = Trainer(folder, drafter)
-    try:
-        yield trainer
-    finally:
-        await trainer.stop()
 
 
 def assert_each_once(names: list[str], count: int) -> None:
@@ -96,7 +37,7 @@ def test_a_trainer_killed_at_any_trajectory_has_each_exactly_once(tmp_path: Path
     spool = open_spool(tmp_path / "spool")
 
     async def scenario() -> None:
-        async with trainer_process(tmp_path, drafter) as trainer:
+        async with trainer_process(tmp_path, drafter, keeps_trajectories=True) as trainer:
             assert all(spool.take(trajectory(index, num_features=index % 30)) for index in range(150))
             await trainer.start(*deaths[0])
             async with uploading(trainer.address, spool, timeout_s=5.0) as uploader:
@@ -123,7 +64,7 @@ def test_a_trainer_that_hangs_is_left_after_the_time_a_batch_may_take(tmp_path: 
     spool = open_spool(tmp_path / "spool")
 
     async def scenario() -> None:
-        async with trainer_process(tmp_path, drafter) as trainer:
+        async with trainer_process(tmp_path, drafter, keeps_trajectories=True) as trainer:
             await trainer.start()
             assert trainer._process is not None
             async with uploading(trainer.address, spool, timeout_s=0.5) as uploader:
@@ -145,14 +86,14 @@ def test_a_server_killed_at_any_moment_delivers_each_exactly_once(tmp_path: Path
     rng = random.Random(5)
 
     async def scenario() -> None:
-        async with trainer_process(tmp_path, drafter) as trainer:
+        async with trainer_process(tmp_path, drafter, keeps_trajectories=True) as trainer:
             await trainer.start()
             first = 0
             for _ in range(5):
                 arguments = (trainer.address, str(tmp_path / "spool"), str(first), str(first + 1000))
-                process = await _start("tests.run_uploader", *arguments)
+                process = await start_module("tests.run_uploader", *arguments)
                 with contextlib.closing(process._transport):  # type: ignore[attr-defined]
-                    assert await _line(process) == "ready"
+                    assert await line_of(process) == "ready"
                     await asyncio.sleep(rng.uniform(0.05, 0.4))
                     process.kill()
                     await process.wait()
@@ -161,9 +102,9 @@ def test_a_server_killed_at_any_moment_delivers_each_exactly_once(tmp_path: Path
                 records = spool.read(START, 10**6)
                 first = max([first, *(int(record.trajectory.request_id[1:]) + 1 for record in records)])
                 spool.close()
-            process = await _start("tests.run_uploader", trainer.address, str(tmp_path / "spool"), "0", "0")
+            process = await start_module("tests.run_uploader", trainer.address, str(tmp_path / "spool"), "0", "0")
             with contextlib.closing(process._transport):  # type: ignore[attr-defined]
-                assert [await _line(process), await _line(process)] == ["ready", "done"]
+                assert [await line_of(process), await line_of(process)] == ["ready", "done"]
                 await process.wait()
             await trainer.stop()
             assert first > 20, "something was written before each death"

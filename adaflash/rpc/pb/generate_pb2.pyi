@@ -168,7 +168,7 @@ class Usage(_message.Message):
     def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ...) -> None: ...
 
 class Speculation(_message.Message):
-    __slots__ = ("verify_policy", "num_rounds", "num_drafted_tokens", "num_verified_tokens", "num_accepted_tokens", "acceptance_length", "drafter_versions")
+    __slots__ = ("verify_policy", "num_rounds", "num_drafted_tokens", "num_verified_tokens", "num_accepted_tokens", "acceptance_length", "drafter_versions", "verify_lens", "expected_accepted_tokens", "draft_s", "verify_s", "host_s")
     VERIFY_POLICY_FIELD_NUMBER: _ClassVar[int]
     NUM_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -176,6 +176,11 @@ class Speculation(_message.Message):
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTANCE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_LENS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_S_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_S_FIELD_NUMBER: _ClassVar[int]
+    HOST_S_FIELD_NUMBER: _ClassVar[int]
     verify_policy: str
     num_rounds: int
     num_drafted_tokens: int
@@ -183,7 +188,12 @@ class Speculation(_message.Message):
     num_accepted_tokens: int
     acceptance_length: float
     drafter_versions: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, verify_policy: _Optional[str] = ..., num_rounds: _Optional[int] = ..., num_drafted_tokens: _Optional[int] = ..., num_verified_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., acceptance_length: _Optional[float] = ..., drafter_versions: _Optional[_Iterable[int]] = ...) -> None: ...
+    verify_lens: _containers.RepeatedScalarFieldContainer[int]
+    expected_accepted_tokens: float
+    draft_s: float
+    verify_s: float
+    host_s: float
+    def __init__(self, verify_policy: _Optional[str] = ..., num_rounds: _Optional[int] = ..., num_drafted_tokens: _Optional[int] = ..., num_verified_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., acceptance_length: _Optional[float] = ..., drafter_versions: _Optional[_Iterable[int]] = ..., verify_lens: _Optional[_Iterable[int]] = ..., expected_accepted_tokens: _Optional[float] = ..., draft_s: _Optional[float] = ..., verify_s: _Optional[float] = ..., host_s: _Optional[float] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("request_ids",)

@@ -153,6 +153,16 @@ def test_a_request_can_forbid_it_and_takes_its_rows_along(setup: TinySetup) -> N
     assert trajectory.features is None, "its prompt was computed by a request that must not be kept"
 
 
+def test_an_engine_at_rest_holds_no_block(setup: TinySetup) -> None:
+    engine, _ = capturing(setup)
+    for index in range(3):
+        engine.add_request(list(range(5 + index, 30)), GREEDY, str(index))
+    step_until_done(engine, lambda _: None)
+    engine.rest()
+    assert engine.stats().num_free_blocks == engine.stats().num_total_blocks
+    engine.close()
+
+
 def test_recompute_keeps_tokens_only(setup: TinySetup) -> None:
     engine, sink = capturing(setup, supervision="recompute")
     engine.add_request(list(range(5, 20)), GREEDY)

@@ -59,10 +59,10 @@ def test_a_policy_without_its_length_head_is_refused(
     with pytest.raises(ConfigError, match="length head"):
         Engine(replace(_config(setup), draft=str(draft), verify_policy="length_head"))
     engine = Engine(replace(_config(setup), draft=str(draft)))
-    assert engine.verify_policy == "confidence"
+    assert engine.verify_policy == "goodput"
     with pytest.raises(ConfigError, match="length head"):
         engine.set_verify_policy("length_head")
-    assert engine.verify_policy == "confidence", "a refused switch changes nothing"
+    assert engine.verify_policy == "goodput", "a refused switch changes nothing"
 
 
 def test_a_pool_smaller_than_the_models_limit_cuts_the_limit(setup: TinySetup) -> None:
