@@ -54,7 +54,8 @@ class OracleRunner(Runner):
         drafts = super().draft(drafting)
         confidence, token_ids = [], []
         for row, item in zip(drafts.token_ids, drafting, strict=True):
-            output = self.continuations[tuple(item.seq.request.prompt_token_ids)]
+            # A prompt that is not known is one that costs are measured with.
+            output = self.continuations.get(tuple(item.seq.request.prompt_token_ids), [])
             known = output[item.seq.num_output_tokens : item.seq.num_output_tokens + len(row)]
             accuracy = self.accuracy_of.get(item.seq.drafter_version, self.accuracy)
             right = [self.rng.random() < accuracy for _ in row]

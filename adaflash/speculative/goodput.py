@@ -35,6 +35,11 @@ _HORIZON = 16  # a sequence that turns out to gain is expected to draft so often
 _FIRST_ROWS = 2.0  # drafts verified per sequence that drafts, before anything is known
 _ROWS_MEMORY = 0.7
 _ITERATIONS = 2
+# Caution multiplies the costs of drafting and verifying. It grows while steps with drafts commit fewer tokens than
+# plain decoding would have in their time, whatever costs and survival promised; it shrinks while they gain, or are not
+# tried.
+_GAIN_MEMORY, _MAX_CAUTION = 0.95, 8.0
+_LOSS_STEP, _GAIN_STEP, _IDLE_STEP = 1.05, 0.99, 0.999
 _TRIAL_STEPS = 4  # between two drafts of a sequence on trial
 _RECONSIDER_STEPS = 8  # while nothing drafts and the same sequences run
 
@@ -107,6 +112,7 @@ class GoodputPolicy:
         self._models: dict[int, SurvivalModel] = {}
         self._history = DraftHistory(num_positions, NUM_TEMPERATURE_CLASSES)
         self._rows = _FIRST_ROWS
+        self._caution, self._gain = 1.0, 0.0
         self._probe_success = 1.0
         self._credit_s = 0.0
         self._probes: set[int] = set()
@@ -115,6 +121,7 @@ class GoodputPolicy:
         self._idle_steps = 0
         self._num_steps = 0
         self._drafted: _Drafted | None = None
+        self._num_accepted: int | None = None  # of a step that did more than probe
         self._steps_to_refresh = _REFRESH_STEPS
 
     # ---- who drafts ------------------------------------------------------------------------------------------
@@ -152,7 +159,8 @@ class GoodputPolicy:
         for _ in range(_ITERATIONS):
             prospect = self._history.prospect(keys, classes, caps, self._price(rate, len(able), load))
             order = np.argsort(-prospect.surplus, kind="stable")
-            gain = np.where(is_short, np.cumsum(prospect.surplus[order]) - margin * rate * draft_s, -np.inf)
+            cost = margin * self._caution * rate * draft_s
+            gain = np.where(is_short, np.cumsum(prospect.surplus[order]) - cost, -np.inf)
             best = int(np.argmax(gain))
             if gain[best] <= 0:
                 break
@@ -198,7 +206,7 @@ class GoodputPolicy:
         """Return the tokens that verifying one draft costs, if as many are verified as lately."""
         rows = max(1, round(self._rows * num_drafting))
         seconds = self.costs.verify_s(load.num_seqs, np.array([0, rows]) + load.num_tokens, load.num_context)
-        return rate * max(0.0, float(seconds[1] - seconds[0])) / rows
+        return self._caution * rate * max(0.0, float(seconds[1] - seconds[0])) / rows
 
     def _pick_probes(self, others: list[Candidate], num_drafting: int, load: StepLoad) -> set[int]:
         """Return sequences to draft for to learn, as far as the credit goes: all that never drafted, else one."""
@@ -234,6 +242,7 @@ class GoodputPolicy:
         whole_s = verify_s + self._draft_s(np.array([len(drafting)]), load)
         # What is spent on learning does not make verifying any cheaper.
         step_s = np.array(verify_s if len(self._probes) == len(drafting) else whole_s)
+        step_s += (self._caution - 1) * (verify_s - verify_s[0])
         step_s[1:][whole_s[1:] > load.max_step_s] = np.inf
         lens = allocate(survival, caps, step_s, load.num_decoding).lens
         if self._probes:
@@ -299,6 +308,8 @@ class GoodputPolicy:
         classes, _ = _arrays(drafted.candidates)
         confidence, ratio = _signals(drafted.signals)
         verified, accepted = np.array(drafted.num_verified), np.array(num_accepted)
+        if len(self._probes) < len(accepted):
+            self._num_accepted = int(accepted.sum())
         for version, rows in _by_version(drafted.candidates):
             part = None if ratio is None else ratio[rows]
             self._model(version).observe(confidence[rows], classes[rows], part, verified[rows], accepted[rows])
@@ -310,11 +321,24 @@ class GoodputPolicy:
             self._history.refresh(newest.predict)
 
     def end_step(self, elapsed_s: float, load: StepLoad) -> None:
-        """Grant a step's share of its time to probing."""
+        """Compare a step with plain decoding, and grant a share of its time to probing."""
+        self._compare(elapsed_s, load)
         most = float(self._draft_s(np.array([max(1, load.num_decoding)]), load)[0]) + self._plain_s(load)
         novelty = _NOVELTY ** max(0, self._num_drafts - _NUM_FREE_PROBES)
         share = _LEAST_PROBING + _SUCCESS_PROBING * self._probe_success + _NEW_PROBING * novelty
         self._credit_s = min(self._credit_s + share * elapsed_s, most)
+
+    def _compare(self, elapsed_s: float, load: StepLoad) -> None:
+        """Judge by what came of them whether drafts pay; probes are not expected to."""
+        accepted, self._num_accepted = self._num_accepted, None
+        if accepted is None:
+            self._caution = max(1.0, self._caution * _IDLE_STEP)
+            return
+        plain_s = self._plain_s(load)
+        gain = accepted / load.num_decoding - (elapsed_s - plain_s) / plain_s
+        self._gain = _GAIN_MEMORY * self._gain + (1 - _GAIN_MEMORY) * gain
+        step = _LOSS_STEP if self._gain < 0 else _GAIN_STEP
+        self._caution = min(_MAX_CAUTION, max(1.0, self._caution * step))
 
     def forget(self, key: int) -> None:
         """Drop a sequence that has ended."""

@@ -39,7 +39,7 @@ CONFIG = EngineConfig(
     max_model_len=96,
     block_size=8,
 )
-TOLERANCE = 1e-5
+TOLERANCE, ROUNDING = 1e-5, 1e-6  # absolute; and of fp32 sums, relative, where a loss is above 10
 LOSSES: tuple[LossName, ...] = ("reverse_kl", "ce")  # the default, and the one without the target's distribution
 
 
@@ -128,7 +128,7 @@ def test_captured_and_recomputed_features_teach_the_same(
         assert len(anchors) == 19
         captured = trained.losses(trajectory, anchors)
         recomputed = trained.losses(replace(trajectory, features=None), anchors)
-        np.testing.assert_allclose(captured, recomputed, rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(captured, recomputed, rtol=ROUNDING, atol=TOLERANCE)
     assert trained.parts.supervisor.num_recomputed == num_recomputed + len(trajectories)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -43,6 +43,7 @@ class World:
     domain: Domain
     costs: LinearCosts
     concurrency: int
+    believed: LinearCosts | None = None
     max_step_s: float = float("inf")
     seed: int = 0
     policy: GoodputPolicy = field(init=False)
@@ -57,7 +58,7 @@ class World:
     num_rounds: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.policy = GoodputPolicy(self.costs, WIDTH)
+        self.policy = GoodputPolicy(self.believed or self.costs, WIDTH)
         self.rng = np.random.default_rng(self.seed)
         self.requests = dict.fromkeys(range(self.concurrency), REQUEST_TOKENS)
         self.next_number = self.concurrency
@@ -166,6 +167,20 @@ def test_it_gives_up_after_a_shift(concurrency: int) -> None:
     world.run(600)
     assert world.run(400) >= 0.9 * plain_rate(costs, concurrency)
     assert world.run(500) >= 0.97 * plain_rate(costs, concurrency)
+
+
+@pytest.mark.parametrize("concurrency", [1, 4, 16])
+@pytest.mark.parametrize(
+    "believed",
+    [LinearCosts(row=0.01), LinearCosts(draft=0.1, draft_seq=0.02), LinearCosts(row=0.02, draft=0.15, draft_seq=0.03)],
+)
+def test_experience_corrects_costs_that_were_measured_wrong(concurrency: int, believed: LinearCosts) -> None:
+    costs = LinearCosts(draft=0.4, draft_seq=0.1, row=0.06)
+    believed = replace(believed, base=costs.base + concurrency * (costs.row - believed.row))  # plain steps are known
+    world = World(lambda number, _: 0.3 + 0.2 * (number % 2), costs, concurrency, believed)
+    world.run(400)
+    assert sum(world.drafted) > 0
+    assert world.run(1000) >= 0.96 * plain_rate(costs, concurrency)
 
 
 def test_where_drafting_breaks_even_it_does_not_flap() -> None:
