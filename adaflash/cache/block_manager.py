@@ -148,15 +148,12 @@ class BlockManager:
             table_[i] = copy
         return pairs
 
-    def match_prefix(
-        self, token_ids: list[int], need_drafter_kv: bool, drafter_version: int | None = None
-    ) -> PrefixMatch:
+    def match_prefix(self, token_ids: list[int], drafter_version: int | None = None) -> PrefixMatch:
         """Return the cached blocks of the longest full-block prefix of `token_ids`; takes no reference.
 
         Args:
             token_ids: A prompt.
-            need_drafter_kv: Stop at the first block without valid drafter rows.
-            drafter_version: Stop at the first block whose drafter rows another version wrote; None takes all.
+            drafter_version: Stop at the first block whose drafter rows this version did not write; None takes all.
         """
         blocks: list[int] = []
         uid = ROOT_UID
@@ -166,8 +163,7 @@ class BlockManager:
             block = self._cached.get((uid, tuple(token_ids[start : start + self.block_size])))
             if block is None:
                 break
-            version = self._blocks[block].drafter_version
-            if (need_drafter_kv and version is None) or drafter_version not in (None, version):
+            if drafter_version not in (None, self._blocks[block].drafter_version):
                 break
             next_uid = self._blocks[block].uid
             assert next_uid is not None, "a block in the cache has an identity"
@@ -186,7 +182,8 @@ class BlockManager:
 
         Returns:
             The content's identity, to be passed as `parent_uid` for the next block. When equal content is cached
-            already its identity is returned and `block` stays private, unless only `block` has drafter rows.
+            already its identity is returned. Then `block` stays private, unless it has drafter rows of one version and
+            the other has not, or of another: what is registered last is of the version that requests get now.
         """
         assert len(token_ids) == self.block_size, "only full blocks are cached"
         if not self.enable_prefix_caching:
@@ -197,7 +194,8 @@ class BlockManager:
         if known is not None:
             other = self._blocks[known]
             assert other.uid is not None, "a block in the cache has an identity"
-            if known == block or other.drafter_version is not None or drafter_version is None:
+            is_better = drafter_version not in (None, MIXED_VERSIONS, other.drafter_version)
+            if known == block or not (is_better or (other.drafter_version is None and drafter_version is not None)):
                 return other.uid
             uid, other.uid, other.key = other.uid, None, None
         else:

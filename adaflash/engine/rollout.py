@@ -77,9 +77,7 @@ class DrafterRollout:
     def assign(self, sequences: Iterable[Sequence]) -> None:
         """Give a new request's sequences their version.
 
-        A trial counts rounds on rows of one version only. So that prompts whose beginning an older version wrote into
-        the prefix cache do not starve it, a candidate's requests, and as many of the good version, compute theirs
-        themselves.
+        A candidate's requests, and as many of the good version, are compared: they draft though it may not pay.
         """
         version = self.drafters.acquire()
         is_compared = self._canary is not None and (
@@ -87,11 +85,11 @@ class DrafterRollout:
         )
         self._num_compared[version == self.drafters.candidate] += is_compared
         for seq in sequences:
-            seq.drafter_version, seq.needs_own_context = version, is_compared
+            seq.drafter_version, seq.is_compared = version, is_compared
 
     def is_on_trial(self, seq: Sequence) -> bool:
         """Whether the drafts of a sequence help to decide about the candidate."""
-        if self._canary is None or not (seq.needs_own_context and seq.is_context_pure):
+        if self._canary is None or not (seq.is_compared and seq.is_context_pure):
             return False
         return seq.drafter_version in (self.drafters.candidate, self.drafters.good)
 

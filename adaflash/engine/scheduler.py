@@ -81,8 +81,8 @@ class Scheduler:
     Attributes:
         select: Decides which sequences draft; None lets all of them that can.
         forecast: Tokens that running sequences will take; new ones are admitted beside that.
-        takes_bare_prefixes: Whether a request takes cached tokens without drafter rows, and so never drafts, rather
-            than compute them again.
+        takes_bare_prefixes: Whether a request takes cached tokens without rows of its drafter version, and so never
+            drafts, rather than compute them again.
     """
 
     def __init__(
@@ -245,15 +245,14 @@ class Scheduler:
 
     def _start(self, seq: Sequence, plan: Schedule) -> bool:
         """Give `seq` blocks for all its tokens, from the prefix cache where possible; False when there are too few."""
-        version = seq.drafter_version if seq.needs_own_context else None
         self._num_started += 1
         is_bare_welcome = self.takes_bare_prefixes and self._num_started % _OWN_CONTEXT_INTERVAL != 0
         needs_rows = self.limits is not None and not is_bare_welcome
-        matched, uid = self.blocks.match_prefix(seq.token_ids, needs_rows, version)
+        # Rows that another version wrote are worth no more than none (ADR 8).
+        matched, uid = self.blocks.match_prefix(seq.token_ids, seq.drafter_version if needs_rows else None)
         needed = self.blocks.num_blocks_for(seq.num_tokens)
         versions = {self.blocks.drafter_version(block) for block in matched}
-        seq.has_drafter_kv = None not in versions
-        seq.is_context_pure = versions <= {seq.drafter_version}
+        seq.has_drafter_kv = versions <= {seq.drafter_version}
         seq.block_table = list(matched)
         self.blocks.share(matched)
         # What runs will need blocks soon: admitting into the last ones would only preempt again.
@@ -289,7 +288,7 @@ class Scheduler:
         seq.num_registered -= 1
         seq.num_computed -= self.blocks.block_size
         kept = seq.token_ids[: seq.num_computed]
-        seq.last_uid = self.blocks.match_prefix(kept, need_drafter_kv=False).last_uid
+        seq.last_uid = self.blocks.match_prefix(kept).last_uid
         return True
 
     # ---- blocks ----------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ class Sequence:
         version_start: Computed tokens when that version took over: rows before it are another's.
         is_context_pure: Whether all its drafter KV was written by that version.
         is_captured: Whether it becomes a trajectory for a trainer.
-        needs_own_context: Whether it takes nothing from the prefix cache that another version wrote.
+        is_compared: Whether its drafts decide about a version on trial.
         num_cached_tokens: Prompt tokens whose KV came from the prefix cache at admission.
         num_registered: Leading blocks already offered to the prefix cache.
         last_uid: Prefix-cache identity of the last registered block.
@@ -52,11 +52,11 @@ class Sequence:
         "drafter_version",
         "has_drafter_kv",
         "is_captured",
+        "is_compared",
         "is_context_pure",
         "key",
         "last_uid",
         "max_output_tokens",
-        "needs_own_context",
         "num_cached_tokens",
         "num_computed",
         "num_pending",
@@ -85,7 +85,7 @@ class Sequence:
         self.version_start = 0
         self.is_context_pure = True
         self.is_captured = False
-        self.needs_own_context = False
+        self.is_compared = False
         self.num_cached_tokens = 0
         self.num_registered = 0
         self.last_uid = ROOT_UID

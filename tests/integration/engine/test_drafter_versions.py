@@ -148,20 +148,28 @@ def test_requests_of_a_rolled_back_candidate_go_on_with_the_good_version(setup: 
     assert any(delta.speculation.drafter_versions == (1, 0) for delta in deltas.values())
 
 
+def test_cached_rows_of_another_version_are_computed_again_and_replaced(setup: TinySetup) -> None:
+    engine = tiny_engine(setup, "random", CONFIG)
+    prompt, blocks = list(range(5, 5 + 20)), engine._blocks
+    engine.generate(prompt, replace(GREEDY, max_tokens=8))
+    assert len(blocks.match_prefix(prompt, 0).blocks) == 2
+    engine.rollout.introduce(_version(engine, setup, 1))
+    for num_cached in (0, 16):  # the first request of the new version, and the second
+        engine.add_request([*prompt, 3, 4], GREEDY)
+        engine.step()
+        (sample,) = engine._samples.values()
+        assert sample.seq.num_cached_tokens == num_cached
+        assert sample.seq.is_context_pure
+        step_until_done(engine, lambda _: None)
+    assert not blocks.match_prefix(prompt, 0).blocks
+    assert len(blocks.match_prefix(prompt, 1).blocks) == 2
+
+
 def test_cached_blocks_know_who_wrote_their_drafter_rows(setup: TinySetup) -> None:
     engine = tiny_engine(setup, "random", CONFIG)
-    prompt = list(range(5, 5 + 20))
-    engine.generate(prompt, replace(GREEDY, max_tokens=8))
     blocks = engine._blocks
-    assert {blocks.drafter_version(b) for b in blocks.match_prefix(prompt, True).blocks} == {0}
     engine.rollout.introduce(_version(engine, setup, 1))
-    engine.add_request([*prompt, 3, 4], GREEDY, "hit")
-    engine.step()
-    (sample,) = engine._samples.values()
-    assert sample.seq.num_cached_tokens == 16
-    assert not sample.seq.is_context_pure
-    step_until_done(engine, lambda _: None)
-    engine.add_request(list(range(40, 62)), GREEDY, "cold")
+    engine.add_request(list(range(40, 62)), GREEDY, "moved")
     engine.step()
     (sample,) = engine._samples.values()
     assert sample.seq.is_context_pure
@@ -169,6 +177,6 @@ def test_cached_blocks_know_who_wrote_their_drafter_rows(setup: TinySetup) -> No
     engine.rollout.retire(1)
     assert not sample.seq.is_context_pure
     step_until_done(engine, lambda _: None)
-    versions = [blocks.drafter_version(b) for b in blocks.match_prefix(sample.seq.token_ids, True).blocks]
+    versions = [blocks.drafter_version(b) for b in blocks.match_prefix(sample.seq.token_ids).blocks]
     assert versions[:2] == [1, 1]
     assert versions[2:] == [MIXED_VERSIONS, *[2] * (len(versions) - 3)]
