@@ -152,7 +152,7 @@ class GoodputPolicy:
         keys = [c.key for c in able]
         classes, caps = _arrays(able)
         plain_s, draft_s = self._plain_s(load), self._draft_s(np.arange(1, len(able) + 1), load)
-        rate = load.num_decoding / plain_s
+        rate = self._plain_rate(load)
         is_short = draft_s + plain_s <= load.max_step_s
         margin = _STAY_MARGIN if self.is_drafting else _START_MARGIN
         chosen: set[int] = set()
@@ -180,8 +180,7 @@ class GoodputPolicy:
         new = [c for c, count in zip(others, num_drafts, strict=True) if not count]
         if not new:
             return set()
-        plain_s = self._plain_s(load)
-        rate = load.num_decoding / plain_s
+        plain_s, rate = self._plain_s(load), self._plain_rate(load)
         draft_s = self._draft_s(np.array([num_drafting, num_drafting + len(new)]), load)
         if draft_s[1] + plain_s > load.max_step_s:
             return set()
@@ -200,7 +199,8 @@ class GoodputPolicy:
         rows = np.array([load.num_tokens + round(float(prospect.rows[taken].sum()))])
         verify_s = float(self.costs.verify_s(load.num_seqs, rows, load.num_context)[0])
         tokens = load.num_decoding + float(prospect.tokens[taken].sum())
-        return max(tokens / (draft_s + max(verify_s, plain_s)), load.num_decoding / plain_s)
+        seconds = draft_s + max(verify_s, plain_s) - self._prefill_s(load)
+        return max(tokens / seconds, self._plain_rate(load))
 
     def _price(self, rate: float, num_drafting: int, load: StepLoad) -> float:
         """Return the tokens that verifying one draft costs, if as many are verified as lately."""
@@ -242,7 +242,7 @@ class GoodputPolicy:
         whole_s = verify_s + self._draft_s(np.array([len(drafting)]), load)
         # What is spent on learning does not make verifying any cheaper.
         step_s = np.array(verify_s if len(self._probes) == len(drafting) else whole_s)
-        step_s += (self._caution - 1) * (verify_s - verify_s[0])
+        step_s += (self._caution - 1) * (verify_s - verify_s[0]) - self._prefill_s(load)
         step_s[1:][whole_s[1:] > load.max_step_s] = np.inf
         lens = allocate(survival, caps, step_s, load.num_decoding).lens
         if self._probes:
@@ -260,7 +260,7 @@ class GoodputPolicy:
 
     def _probed_rows(self, num_drafting: int, load: StepLoad) -> int:
         """Return how many drafts a probe verifies at least, so that survival is learned wherever it costs little."""
-        rate = load.num_decoding / self._plain_s(load)
+        rate = self._plain_rate(load)
         row_s = self._price(rate, num_drafting, load) / rate
         draft_s = float(self._draft_s(np.array([num_drafting]), load)[0]) / num_drafting
         return max(1, min(self._num_positions, int(_PROBED_ROWS * draft_s / max(row_s, 1e-12))))
@@ -270,7 +270,7 @@ class GoodputPolicy:
         if not self._probes:
             return
         rows = [i for i, c in enumerate(drafting) if c.key in self._probes]
-        rate = load.num_decoding / self._plain_s(load)
+        rate = self._plain_rate(load)
         price = self._price(rate, len(rows), load)
         surplus = np.maximum(survival[rows] - price, 0.0).sum(axis=1)
         per_draft = rate * float(self._draft_s(np.array([len(drafting)]), load)[0]) / len(drafting)
@@ -335,7 +335,7 @@ class GoodputPolicy:
             self._caution = max(1.0, self._caution * _IDLE_STEP)
             return
         plain_s = self._plain_s(load)
-        gain = accepted / load.num_decoding - (elapsed_s - plain_s) / plain_s
+        gain = accepted / load.num_decoding - (elapsed_s - plain_s) * self._plain_rate(load) / load.num_decoding
         self._gain = _GAIN_MEMORY * self._gain + (1 - _GAIN_MEMORY) * gain
         step = _LOSS_STEP if self._gain < 0 else _GAIN_STEP
         self._caution = min(_MAX_CAUTION, max(1.0, self._caution * step))
@@ -351,6 +351,16 @@ class GoodputPolicy:
 
     def _plain_s(self, load: StepLoad) -> float:
         return float(self.costs.verify_s(load.num_seqs, np.array([load.num_tokens]), load.num_context)[0])
+
+    def _prefill_s(self, load: StepLoad) -> float:
+        """Return the part of a plain step that prompts take: it must be spent anyway, whoever drafts."""
+        rows = np.array([load.num_decoding, load.num_tokens])
+        decode_s, plain_s = self.costs.verify_s(load.num_seqs, rows, load.num_context).tolist()
+        return max(0.0, float(plain_s) - float(decode_s))
+
+    def _plain_rate(self, load: StepLoad) -> float:
+        """Return the tokens per second of decoding plainly, prompts apart."""
+        return load.num_decoding / (self._plain_s(load) - self._prefill_s(load))
 
     def _draft_s(self, num_drafting: IntArray, load: StepLoad) -> FloatArray:
         return self.costs.draft_s(num_drafting, load.num_context)

@@ -222,6 +222,20 @@ def test_a_sequence_on_trial_drafts_however_little_it_brings() -> None:
     assert num_drafts[10**6 + 1] < num_drafts[10**6]
 
 
+def test_prompts_in_a_step_make_drafts_no_cheaper() -> None:
+    costs = LinearCosts()
+    world = World(lambda *_: 0.3, costs, 4)
+    world.run(600)
+    policy, signals = world.policy, DraftSignals([[0.3] * WIDTH], None)
+    candidate = Candidate(10**6, 0, 0, WIDTH)
+    lens = []
+    for num_prefill in (0, 500):  # a step of 1 or of 11 seconds
+        load = StepLoad(2, 1, 1 + num_prefill, 100)
+        lens.append(policy.choose(signals, [candidate], load)[0])
+        policy.observe([0])
+    assert lens[0] == lens[1]
+
+
 def test_who_cannot_draft_does_not() -> None:
     policy = GoodputPolicy(LinearCosts(), WIDTH)
     load = StepLoad(2, 2, 2, 10)
