@@ -6,13 +6,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from adaflash.cli.flags import add_flags, flags_of, given_flags, merge_settings
+from adaflash.cli.json_report import write_json
 from adaflash.cli.measure import BenchRequest, PolicySummary, chat_request, run_interleaved, summarize
 from adaflash.config import EngineConfig
 from adaflash.errors import ConfigError
@@ -179,14 +178,7 @@ def _write_report(
         "results": [dataclasses.asdict(summary) for summary in summaries],
         "environment": environment(),
     }
-    text = json.dumps(report, indent=2) + "\n"
-    if args.json == "-":
-        sys.stdout.write(text)
-        return
-    try:
-        Path(args.json).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--json={args.json!r} cannot be written: {error}") from error
+    write_json(report, args.json)
 
 
 def _policies(text: str) -> list[str]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from adaflash.cli.json_report import write_json
 from adaflash.errors import ConfigError
 from adaflash.simulate.acceptance import Answers, read_answers
 from adaflash.simulate.catalog import Model, device_sources, load_device, load_model
@@ -223,14 +223,7 @@ def _write_report(args: argparse.Namespace, loads: list[Load], results: list[Res
         "reference_policy": REFERENCE_POLICY,
         "results": [{**result._asdict(), "outcome": dataclasses.asdict(result.outcome)} for result in results],
     }
-    text = json.dumps(report, indent=2) + "\n"
-    if args.json == "-":
-        sys.stdout.write(text)
-        return
-    try:
-        Path(args.json).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--json={args.json!r} cannot be written: {error}") from error
+    write_json(report, args.json)
 
 
 def _draw(args: argparse.Namespace, results: list[Result], console: Console) -> None:

@@ -40,6 +40,7 @@ _ITERATIONS = 2
 # tried.
 _GAIN_MEMORY, _MAX_CAUTION = 0.95, 8.0
 _LOSS_STEP, _GAIN_STEP, _IDLE_STEP = 1.05, 0.99, 0.999
+_MAX_VERSIONS = 2  # as many as are resident
 _TRIAL_STEPS = 4  # between two drafts of a sequence on trial
 _RECONSIDER_STEPS = 8  # while nothing drafts and the same sequences run
 
@@ -98,7 +99,7 @@ class GoodputPolicy:
         num_positions: K.
 
     Attributes:
-        calibration_error: Expected calibration error of the newest drafter version's survival; 0 before any draft.
+        calibration_error: Expected calibration error of the last used version's survival; 0 before any draft.
         is_drafting: Whether drafting was last expected to pay for some sequence.
         expected_tokens: Of each sequence of the last `choose`, the drafts expected to be accepted.
     """
@@ -109,7 +110,7 @@ class GoodputPolicy:
         self.is_drafting = False
         self.expected_tokens: list[float] = []
         self._num_positions = num_positions
-        self._models: dict[int, SurvivalModel] = {}
+        self._models: dict[int, SurvivalModel] = {}  # by version, the one used last at the end
         self._history = DraftHistory(num_positions, NUM_TEMPERATURE_CLASSES)
         self._rows = _FIRST_ROWS
         self._caution, self._gain = 1.0, 0.0
@@ -130,7 +131,7 @@ class GoodputPolicy:
         """Return which sequences draft in this step."""
         able = [c for c in candidates if c.max_drafts > 0]
         self._num_steps += 1
-        self._probes = {c.key for c in able if c.is_on_trial and (c.key + self._num_steps) % _TRIAL_STEPS == 0}
+        self._probes = self._due_for_trial(able, load)
         keys = [c.key for c in able]
         self._idle_steps = self._idle_steps + 1 if keys == self._idle_keys else 0
         is_settled = not self._probes and 0 < self._idle_steps < _RECONSIDER_STEPS and self._credit_s < self._probe_s
@@ -141,6 +142,12 @@ class GoodputPolicy:
         chosen |= self._pick_probes([c for c in able if c.key not in chosen], len(chosen), load)
         self._idle_steps, self._idle_keys = 0, [] if chosen else keys
         return [c.key in chosen for c in candidates]
+
+    def _due_for_trial(self, able: list[Candidate], load: StepLoad) -> set[int]:
+        due = {c.key for c in able if c.is_on_trial and (c.key + self._num_steps) % _TRIAL_STEPS == 0}
+        if due and float(self._draft_s(np.array([len(due)]), load)[0]) + self._plain_s(load) > load.max_step_s:
+            return set()
+        return due
 
     def _profitable(self, able: list[Candidate], load: StepLoad) -> set[int]:
         """Return the sequences whose drafts together gain more tokens than decoding would in the time of drafting.
@@ -286,18 +293,23 @@ class GoodputPolicy:
         return survival
 
     def _model(self, version: int) -> SurvivalModel:
-        """Return the calibration of a drafter version; a new one starts as the newest known, less certain."""
-        model = self._models.get(version)
+        """Return the calibration of a drafter version; a new one starts as the last used, less certain."""
+        model = self._models.pop(version, None)
         if model is None:
             if self._models:
-                model = copy.deepcopy(self._models[max(self._models)])
+                model = copy.deepcopy(self._latest)
                 model.shift()
             else:
                 model = SurvivalModel(self._num_positions)
-            self._models[version] = model
-            while len(self._models) > 2:
-                del self._models[min(self._models)]
+        self._models[version] = model
+        while len(self._models) > _MAX_VERSIONS:
+            del self._models[next(iter(self._models))]
         return model
+
+    @property
+    def _latest(self) -> SurvivalModel:
+        """The calibration used last; an older version's after going back to it."""
+        return next(reversed(self._models.values()))
 
     # ---- what happened ---------------------------------------------------------------------------------------
 
@@ -313,12 +325,11 @@ class GoodputPolicy:
         for version, rows in _by_version(drafted.candidates):
             part = None if ratio is None else ratio[rows]
             self._model(version).observe(confidence[rows], classes[rows], part, verified[rows], accepted[rows])
-        newest = self._models[max(self._models)]
-        self.calibration_error = newest.calibration_error
+        self.calibration_error = self._latest.calibration_error
         self._steps_to_refresh -= 1
         if self._steps_to_refresh == 0:
             self._steps_to_refresh = _REFRESH_STEPS
-            self._history.refresh(newest.predict)
+            self._history.refresh(self._latest.predict)
 
     def end_step(self, elapsed_s: float, load: StepLoad) -> None:
         """Compare a step with plain decoding, and grant a share of its time to probing."""
@@ -346,8 +357,8 @@ class GoodputPolicy:
 
     @property
     def _num_drafts(self) -> int:
-        """Drafts that the newest version is known by."""
-        return self._models[max(self._models)].num_drafts if self._models else 0
+        """Drafts that the version used last is known by."""
+        return self._latest.num_drafts if self._models else 0
 
     def _plain_s(self, load: StepLoad) -> float:
         return float(self.costs.verify_s(load.num_seqs, np.array([load.num_tokens]), load.num_context)[0])

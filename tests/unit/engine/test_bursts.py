@@ -69,3 +69,35 @@ def test_a_burst_preempts_no_more_than_plain_decoding(is_selective: bool) -> Non
     # Not seed by seed: lookahead slots put admissions off, and what is admitted later preempts at other times.
     assert total_drafting <= total_plain
     assert total_drafts > 10_000
+
+
+def _sequence(key: int, tokens: list[int]) -> Sequence:
+    return Sequence(key, Request(str(key), tokens, SamplingParams(max_tokens=20)), 0, 20)
+
+
+@pytest.mark.parametrize(("tokens_per_step", "is_admitted"), [(1, True), (8, False)])
+def test_a_request_is_admitted_beside_what_running_ones_will_take(tokens_per_step: int, is_admitted: bool) -> None:
+    blocks = BlockManager(12, 1, enable_prefix_caching=False)
+    scheduler = Scheduler(blocks, 4, 64, DraftLimits(WIDTH, WIDTH - 1, 1000))
+    scheduler.add(_sequence(0, [1] * 2))
+    scheduler.schedule()
+    for _ in range(40):
+        scheduler.forecast.observe(tokens_per_step, 1)
+    scheduler.add(_sequence(1, [1] * 5))
+    scheduler.schedule()
+    assert (len(scheduler.running) == 2) == is_admitted
+
+
+def test_cached_tokens_without_drafter_rows_are_taken_but_by_every_eighth() -> None:
+    blocks = BlockManager(64, 2, enable_prefix_caching=True)
+    scheduler = Scheduler(blocks, 4, 64, DraftLimits(WIDTH, WIDTH - 1, 1000))
+    scheduler.takes_bare_prefixes = True
+    can_draft = []
+    for key in range(17):
+        seq = _sequence(key, [1, 2, 3, 4, 5])
+        scheduler.add(seq)
+        (item,) = scheduler.schedule().scheduled
+        can_draft.append(seq.has_drafter_kv)
+        scheduler.commit(seq, item.num_tokens, ContextWrite.NEVER)
+        scheduler.remove(seq)
+    assert can_draft == [key == 0 or (key + 1) % 8 == 0 for key in range(17)]

@@ -222,6 +222,32 @@ def test_a_sequence_on_trial_drafts_however_little_it_brings() -> None:
     assert num_drafts[10**6 + 1] < num_drafts[10**6]
 
 
+def test_a_trial_does_not_make_a_step_too_long() -> None:
+    costs = LinearCosts()
+    policy, load = GoodputPolicy(costs, WIDTH), StepLoad(1, 1, 1, 100, max_step_s=costs.base)
+    candidate = Candidate(0, 0, 0, WIDTH, is_on_trial=True)
+    assert not any(policy.select([candidate], load)[0] for _ in range(16))
+
+
+def test_what_is_known_of_a_version_survives_going_back_to_it() -> None:
+    costs = LinearCosts()
+    policy, load, signals = GoodputPolicy(costs, WIDTH), StepLoad(1, 1, 1, 100), DraftSignals([[0.85] * WIDTH], None)
+
+    def drafts(version: int, accepted: int, count: int) -> int:
+        for _ in range(count):
+            candidate, last = Candidate(version, 0, version, WIDTH), 0
+            policy.select([candidate], load)
+            last = policy.choose(signals, [candidate], load)[0]
+            policy.observe([min(accepted, last)])
+            policy.end_step(costs.base, load)
+        return last
+
+    drafts(5, WIDTH, 100)
+    drafts(6, 0, 300)  # a bad one
+    assert drafts(4, WIDTH, 200) >= 3, "an older one comes in its place, and learns"
+    assert policy._num_drafts >= 200
+
+
 def test_prompts_in_a_step_make_drafts_no_cheaper() -> None:
     costs = LinearCosts()
     world = World(lambda *_: 0.3, costs, 4)
