@@ -142,4 +142,4 @@ def install(spoiler: Spoiler, monkeypatch: pytest.MonkeyPatch) -> None:
         await fetch(self, request, SpoiltContext(request, context))
 
     monkeypatch.setattr(trainer_service.TrainerService, "FetchVersion", spoilt_fetch)
-    monkeypatch.setattr("adaflash.training.durable_files.os.fsync", lambda descriptor: None)
+    monkeypatch.setattr("adaflash.durable_files.os.fsync", lambda descriptor: None)

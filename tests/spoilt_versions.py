@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from adaflash.training.durable_files import hash_file
+from adaflash.durable_files import hash_file
 from adaflash.training.manifest import MANIFEST_FILE, MODEL_FILE, FileInfo, layout_signature
 from adaflash.training.version_directory import StoredVersion, _read_tensors
 from tests.spoiling import SPOILS, Spoil

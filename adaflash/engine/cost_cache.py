@@ -7,7 +7,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from adaflash import __version__
 from adaflash.cache.block_manager import BlockManager
 from adaflash.config import cache_dir
+from adaflash.durable_files import replace_file
 from adaflash.engine.profile_cases import ProfileLimits
 from adaflash.engine.profiling import DEFAULT_BUDGET_S, profile
 from adaflash.engine.runner import Runner
@@ -113,26 +113,11 @@ class CostCache:
         data = (json.dumps(values, indent=1, allow_nan=False) + "\n").encode()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _replace(self.path, data)
+            replace_file(self.path, data)
         except OSError as error:
             logger.warning("step costs cannot be kept and are measured at every start path=%s: %s", self.path, error)
         else:
             logger.info("step costs kept path=%s", self.path)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Write a file so that readers see its old or its new content, however many processes write."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    temporary = Path(name)
-    try:
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.chmod(0o644)  # mkstemp makes 0600, which a shared cache folder could not serve.
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _drafter_layout(runner: Runner) -> dict[str, object] | None:

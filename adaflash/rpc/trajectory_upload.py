@@ -17,12 +17,12 @@ from typing import Literal, NamedTuple
 
 import grpc
 
+from adaflash.durable_files import replace_file
 from adaflash.models.strict_json import parse_json
 from adaflash.rpc.backoff import Backoff
 from adaflash.rpc.pb import trainer_pb2 as pb
 from adaflash.rpc.trainer_convert import trajectory_to_pb
 from adaflash.rpc.version_client import RetryPolicy, TrainerAddress, open_channel
-from adaflash.training.durable_files import replace_file
 from adaflash.training.trajectories import START, Position, Record, TrajectorySpool
 
 logger = logging.getLogger(__name__)

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from adaflash.durable_files import hash_file
 from adaflash.errors import PayloadError, WeightError
 from adaflash.rpc.pb import trainer_pb2 as pb
 from adaflash.rpc.pb import trainer_pb2_grpc
 from adaflash.rpc.trainer_convert import VersionOffer
 from adaflash.training.delta import apply_delta
-from adaflash.training.durable_files import hash_file
 from adaflash.training.manifest import (
     CONFIG_FILE,
     DELTA_FILE,

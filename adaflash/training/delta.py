@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
+from adaflash.durable_files import hash_file
 from adaflash.errors import PayloadError
-from adaflash.training.durable_files import hash_file
 
 _CHUNK_BYTES = 1 << 20
 # bf16 weights moved by about 4e-5 compress to 13 % at 144 MB/s; level 6 gets to 10 % at 26 MB/s.

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from filelock import FileLock, Timeout
 
+from adaflash.durable_files import sync, sync_tree
 from adaflash.errors import ConfigError, DamagedVersionError
-from adaflash.training.durable_files import sync, sync_tree
 from adaflash.training.manifest import Manifest
 from adaflash.training.store_state import StoreState, load_state, save_state
 from adaflash.training.version_directory import StoredVersion, directory_name, read_version, version_of

@@ -8,8 +8,8 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from adaflash.durable_files import replace_file
 from adaflash.models.strict_json import parse_json
-from adaflash.training.durable_files import replace_file
 
 # Two copies, written one after the other: at any instant, whatever happens to one, the other is whole.
 STATE_FILES = ("state.json", "state.copy.json")

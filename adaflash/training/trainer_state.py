@@ -15,10 +15,10 @@ from filelock import FileLock, Timeout
 from safetensors.torch import save_file
 from torch import Tensor
 
+from adaflash.durable_files import hash_file, replace_file, sync, sync_tree
 from adaflash.errors import AdaFlashError, ConfigError, DamagedVersionError
 from adaflash.models.safetensors_file import read_header
 from adaflash.models.strict_json import parse_json
-from adaflash.training.durable_files import hash_file, replace_file, sync, sync_tree
 from adaflash.training.replay_window import WindowBudget
 
 logger = logging.getLogger(__name__)

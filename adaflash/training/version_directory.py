@@ -12,8 +12,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from adaflash.durable_files import hash_file, replace_file
 from adaflash.errors import DamagedVersionError, WeightError
-from adaflash.training.durable_files import hash_file, replace_file
 from adaflash.training.manifest import (
     CONFIG_FILE,
     DELTA_FILE,

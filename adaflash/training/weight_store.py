@@ -12,9 +12,9 @@ from typing import BinaryIO
 
 from filelock import FileLock, Timeout
 
+from adaflash.durable_files import sync, sync_tree
 from adaflash.errors import BadVersionError, ConfigError, DamagedVersionError, UnknownVersionError, WeightError
 from adaflash.training.delta import write_delta
-from adaflash.training.durable_files import sync, sync_tree
 from adaflash.training.manifest import DELTA_FILE, MANIFEST_FILE, MODEL_FILE, Manifest
 from adaflash.training.store_state import StoreState, load_state, save_state
 from adaflash.training.version_directory import (

@@ -13,9 +13,9 @@ import grpc
 import pytest
 import trustme
 
+from adaflash import durable_files
 from adaflash.cli.main import main
 from adaflash.rpc.pb import trainer_pb2 as pb
-from adaflash.training import durable_files
 from adaflash.training.version_report import VersionReport
 from tests.serving import eventually, run
 from tests.trainers import client_of, training

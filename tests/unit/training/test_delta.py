@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from adaflash.durable_files import hash_file
 from adaflash.errors import PayloadError
 from adaflash.training.delta import apply_delta, write_delta
-from adaflash.training.durable_files import hash_file
 from adaflash.training.manifest import Manifest
 from adaflash.training.weight_store import WeightStore
 from tests.versions import publication, write_small

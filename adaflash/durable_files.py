@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 from pathlib import Path
 
 _CHUNK_BYTES = 1 << 20
@@ -27,13 +28,23 @@ def sync_tree(directory: Path) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file so that, whatever happens, either its old or its new content is there."""
-    temporary = path.with_name(f".{path.name}.new")
-    with temporary.open("wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(path)
+    """Write a file so that, whatever happens and however many write it, its old or one new content is there, whole.
+
+    Raises:
+        OSError: The disk is full or failed, or the folder cannot be written; the old content stands, unless only the
+            last sync failed.
+    """
+    # A name of its own for every writer, on whatever machine; the mode is what `open` gives any new file.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.new")
+    try:
+        with temporary.open("xb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     sync(path.parent)
 
 
