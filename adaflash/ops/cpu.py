@@ -23,7 +23,7 @@ DEFAULT_KV_BYTES = 4 * 1024**3
 
 # From here on two threads of PyTorch beat one of a compiled kernel (docs/adr/0002-cpu-backend.md).
 MAX_COMPILED_SILU_ROWS = 16
-MAX_COMPILED_PAIRS = 512  # (query, key) pairs of a step
+MAX_COMPILED_PAIRS = 2048  # (query, key) pairs of a step
 
 
 def _is_inference(*tensors: Tensor) -> bool:

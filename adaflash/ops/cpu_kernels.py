@@ -8,11 +8,14 @@ hundreds. Arguments are addresses; see `ops.compiled`.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 from numba import carray
 
 from adaflash.ops.compiled import FAST, compiled, exp, floats, ints, longs
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
+
+Floats32 = npt.NDArray[np.float32]
 
 
 @compiled("void(intp, intp, intp, float32, intp, intp, intp, intp)", FAST)
@@ -100,6 +103,57 @@ def write_rows(x: int, row_stride: int, slots: int, cache_: int, num_rows: int, 
                 out[i] = source[i]
 
 
+@compiled("void(intp, intp, intp, intp, intp, intp, float32, float32[::1])", FAST)
+def _score(q: int, keys: int, key_stride: int, first: int, end: int, n: int, scale: float, scores_: Floats32) -> None:
+    """Write scale * q . k of keys `first` .. `end` - 1; four at a time, so that q is loaded once for them."""
+    query = carray(floats(q), (n,))
+    key = first
+    while key + 4 <= end:
+        k0, k1 = carray(floats(keys + key * key_stride), (n,)), carray(floats(keys + (key + 1) * key_stride), (n,))
+        k2, k3 = (
+            carray(floats(keys + (key + 2) * key_stride), (n,)),
+            carray(floats(keys + (key + 3) * key_stride), (n,)),
+        )
+        dot0, dot1, dot2, dot3 = _ZERO, _ZERO, _ZERO, _ZERO
+        for i in range(n):
+            dot0 += query[i] * k0[i]
+            dot1 += query[i] * k1[i]
+            dot2 += query[i] * k2[i]
+            dot3 += query[i] * k3[i]
+        scores_[key], scores_[key + 1], scores_[key + 2], scores_[key + 3] = (
+            dot0 * scale,
+            dot1 * scale,
+            dot2 * scale,
+            dot3 * scale,
+        )
+        key += 4
+    for last in range(key, end):
+        k0, dot0 = carray(floats(keys + last * key_stride), (n,)), _ZERO
+        for i in range(n):
+            dot0 += query[i] * k0[i]
+        scores_[last] = dot0 * scale
+
+
+@compiled("void(float32[::1], intp, intp, intp, intp, intp, intp)", FAST)
+def _add_values(weights: Floats32, values: int, value_stride: int, first: int, end: int, n: int, out_: int) -> None:
+    """Add weight * v of values `first` .. `end` - 1; four at a time, so that the sum is loaded once for them."""
+    out = carray(floats(out_), (n,))
+    value = first
+    while value + 4 <= end:
+        v0 = carray(floats(values + value * value_stride), (n,))
+        v1 = carray(floats(values + (value + 1) * value_stride), (n,))
+        v2 = carray(floats(values + (value + 2) * value_stride), (n,))
+        v3 = carray(floats(values + (value + 3) * value_stride), (n,))
+        w0, w1, w2, w3 = weights[value], weights[value + 1], weights[value + 2], weights[value + 3]
+        for i in range(n):
+            out[i] += w0 * v0[i] + w1 * v1[i] + w2 * v2[i] + w3 * v3[i]
+        value += 4
+    for last in range(value, end):
+        v0, w0 = carray(floats(values + last * value_stride), (n,)), weights[last]
+        for i in range(n):
+            out[i] += w0 * v0[i]
+
+
 @compiled(
     "void(intp, intp, intp, intp, intp, intp, intp, intp, intp, intp, intp, intp, intp, intp, intp, "
     "float32, boolean, intp)",
@@ -149,18 +203,12 @@ def paged_attention(
             first = max(position + 1 - window, 0) if window > 0 else 0
             for kv_head in range(num_kv_heads):
                 offset = 4 * ((starts[seq] + query) * num_heads + kv_head * group) * head_dim
-                queries = carray(floats(q + offset), (group, head_dim))
-                out = carray(floats(out_ + offset), (group, head_dim))
                 for block in range(first // block_size, (end + block_size - 1) // block_size):
                     start = block * block_size
                     keys = k_cache + (table[block] - block) * block_row + 4 * kv_head * head_dim
-                    for key in range(max(first, start), min(end, start + block_size)):
-                        k = carray(floats(keys + key * kv_row), (head_dim,))
-                        for head in range(group):
-                            dot = _ZERO
-                            for i in range(head_dim):
-                                dot += queries[head, i] * k[i]
-                            scores[head, key] = dot * scale
+                    low, high = max(first, start), min(end, start + block_size)
+                    for head in range(group):
+                        _score(q + offset + 4 * head * head_dim, keys, kv_row, low, high, head_dim, scale, scores[head])
                 for head in range(group):
                     largest = scores[head, first]
                     for key in range(first, end):
@@ -171,14 +219,13 @@ def paged_attention(
                         total += scores[head, key]
                     for key in range(first, end):
                         scores[head, key] /= total
+                    out = carray(floats(out_ + offset + 4 * head * head_dim), (head_dim,))
                     for i in range(head_dim):
-                        out[head, i] = _ZERO
+                        out[i] = _ZERO
                 for block in range(first // block_size, (end + block_size - 1) // block_size):
                     start = block * block_size
                     values = v_cache + (table[block] - block) * block_row + 4 * kv_head * head_dim
-                    for key in range(max(first, start), min(end, start + block_size)):
-                        v = carray(floats(values + key * kv_row), (head_dim,))
-                        for head in range(group):
-                            weight = scores[head, key]
-                            for i in range(head_dim):
-                                out[head, i] += weight * v[i]
+                    low, high = max(first, start), min(end, start + block_size)
+                    for head in range(group):
+                        out_row = out_ + offset + 4 * head * head_dim
+                        _add_values(scores[head], values, kv_row, low, high, head_dim, out_row)
