@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps measured step costs in the cache folder, so that a later start on the same machine need not measure again."""
+"""Keeps step costs in the cache folder: a later start on the same machine need not measure, or learn, them again."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def load_or_profile(
     limits: ProfileLimits,
     budget_s: float = DEFAULT_BUDGET_S,
     folder: Path | None = None,
-) -> CostModel:
-    """Return the costs remembered for this machine and these models, or measure and remember them.
+) -> tuple[CostModel, CostCache]:
+    """Return the costs remembered for this machine and these models, or measure and remember them; and their file.
 
     Args:
         runner: The models and their KV pools.
@@ -52,12 +52,11 @@ def load_or_profile(
         CapacityError: They must be measured, and no KV block is free.
     """
     cache = CostCache(cost_identity(runner, blocks.block_size, limits), folder)
-    known = cache.load()
-    if known is not None:
-        return known
-    model = profile(runner, blocks, limits, budget_s)
-    cache.save(model)
-    return model
+    model = cache.load()
+    if model is None:
+        model = profile(runner, blocks, limits, budget_s)
+        cache.save(model)
+    return model, cache
 
 
 def cost_identity(runner: Runner, block_size: int, limits: ProfileLimits) -> dict[str, object]:
@@ -80,7 +79,7 @@ def cost_identity(runner: Runner, block_size: int, limits: ProfileLimits) -> dic
 
 
 class CostCache:
-    """One file of costs; nothing that is wrong with it stops anybody.
+    """One file of costs; nothing that is wrong with it stops anybody. Of several engines the last one to save counts.
 
     Args:
         identity: What the costs depend on.
@@ -91,6 +90,7 @@ class CostCache:
         self._identity = dict(identity)
         digest = hashlib.sha256(json.dumps(self._identity, sort_keys=True).encode()).hexdigest()
         self.path = (cache_dir() / _FOLDER if folder is None else folder) / f"v{_FORMAT_VERSION}-{digest[:16]}.json"
+        self._kept: dict[str, object] | None = None
 
     def load(self) -> CostModel | None:
         """Return the costs on file; None when there are none, or none that can be used, which is logged."""
@@ -104,19 +104,27 @@ class CostCache:
         except (OSError, ValueError) as error:
             logger.warning("step costs on file cannot be used path=%s reason=%s", self.path, error)
             return None
+        self._kept = model.to_json()
         logger.info("step costs loaded path=%s", self.path)
         return model
 
     def save(self, model: CostModel) -> None:
-        """Put costs on file, all of them or nothing; a folder that cannot be written is logged."""
-        values = {"identity": self._identity, "costs": model.to_json()}
+        """Put costs on file, all of them or nothing, unless they are what this object loaded or saved last.
+
+        A folder that cannot be written, or is full, is logged.
+        """
+        costs = model.to_json()
+        if costs == self._kept:
+            return
+        values = {"identity": self._identity, "costs": costs}
         data = (json.dumps(values, indent=1, allow_nan=False) + "\n").encode()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(self.path, data)
         except OSError as error:
-            logger.warning("step costs cannot be kept and are measured at every start path=%s: %s", self.path, error)
+            logger.warning("step costs cannot be kept for the next start path=%s reason=%s", self.path, error)
         else:
+            self._kept = costs
             logger.info("step costs kept path=%s", self.path)
 
 

@@ -369,9 +369,10 @@ class Engine:
             self._recorder.flush()
 
     def close(self) -> None:
-        """Hand over what was captured."""
+        """Hand over what was captured, and keep what was learned about costs."""
         if self._recorder is not None:
             self._recorder.close()
+        self._speculation.close()
 
     # ---- policy ----------------------------------------------------------------------------------------------
 

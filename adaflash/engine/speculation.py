@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 
 from adaflash.config import EngineConfig
-from adaflash.engine.cost_cache import load_or_profile
+from adaflash.engine.cost_cache import CostCache, load_or_profile
 from adaflash.engine.loading import resolve_policy
 from adaflash.engine.profile_cases import ProfileLimits
 from adaflash.engine.runner import Runner
@@ -47,6 +47,7 @@ class Speculation:
         self._limits = ProfileLimits(config.max_num_seqs, config.max_num_batched_tokens, max_model_len)
         self.is_on_trial: Callable[[Sequence], bool] = _never
         self._costs: CostModel | None = None
+        self._cost_cache: CostCache | None = None
         self._rule = VerifyPolicy("off", 1)
         self._goodput: GoodputPolicy | None = None
         self._load = StepLoad(0, 0, 0, 0)
@@ -68,7 +69,7 @@ class Speculation:
         """
         config, resolved = self._config, resolve_policy(name, self._drafter)
         if resolved == "goodput" and self._goodput is None:
-            self._costs = load_or_profile(self._runner, self._scheduler.blocks, self._limits)
+            self._costs, self._cost_cache = load_or_profile(self._runner, self._scheduler.blocks, self._limits)
             self._goodput = GoodputPolicy(self._costs, self.draft_width)
             self._runner.make_backlog(self._config.max_num_seqs)
         self._rule = VerifyPolicy(
@@ -189,6 +190,11 @@ class Speculation:
         """Drop what is known of a sequence that has ended."""
         if self._goodput is not None:
             self._goodput.forget(seq.key)
+
+    def close(self) -> None:
+        """Keep for the next start what was learned about costs."""
+        if self._costs is not None and self._cost_cache is not None:
+            self._cost_cache.save(self._costs)
 
 
 def _never(_: Sequence) -> bool:

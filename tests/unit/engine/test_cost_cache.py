@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 from collections.abc import Callable
@@ -20,9 +21,10 @@ from adaflash.engine.cost_cache import CostCache, cost_identity, load_or_profile
 from adaflash.engine.loading import load_engine
 from adaflash.engine.profile_cases import ProfileLimits
 from adaflash.engine.runner import Runner
+from adaflash.request import SamplingParams
 from adaflash.speculative.cost_model import CostModel
 from adaflash.speculative.cost_table import CostSample
-from tests.engines import TinySetup
+from tests.engines import TinySetup, tiny_engine
 from tests.tiny_drafters import TinyDrafterBuilder
 
 LIMITS = ProfileLimits(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=512)
@@ -58,7 +60,13 @@ def first_cost(model: CostModel) -> float:
 
 
 def load(runner: Runner, folder: Path | None) -> CostModel:
-    return load_or_profile(runner, BlockManager(40, 16), LIMITS, 1.0, folder)
+    return load_or_profile(runner, BlockManager(40, 16), LIMITS, 1.0, folder)[0]
+
+
+def learn(model: CostModel) -> None:
+    for _ in range(100):
+        model.observe_draft(1, 0, 1.0)
+        model.observe_verify(2, 8, 0, 6.0)
 
 
 def files(folder: Path) -> list[str]:
@@ -91,16 +99,29 @@ def test_the_cache_folder_is_where_files_go_by_default(
 
 
 def test_what_was_learned_can_be_kept(runner: Runner, profiles: list[CostModel], tmp_path: Path) -> None:
-    model = load(runner, tmp_path)
-    for _ in range(100):
-        model.observe_draft(1, 0, 1.0)
-        model.observe_verify(2, 8, 0, 6.0)
-    CostCache(cost_identity(runner, 16, LIMITS), tmp_path).save(model)
+    model, cache = load_or_profile(runner, BlockManager(40, 16), LIMITS, 1.0, tmp_path)
+    learn(model)
+    cache.save(model)
     learned = load(runner, tmp_path)
     assert len(profiles) == 1
     sizes = np.arange(1, 33)
     assert learned.verify_s(1, sizes, 0) * model.load == pytest.approx(model.verify_s(1, sizes, 0))
     assert first_cost(learned) != pytest.approx(1.0, rel=0.05)
+
+
+def test_only_what_is_new_is_written(runner: Runner, profiles: list[CostModel], tmp_path: Path) -> None:
+    load(runner, tmp_path)
+    model, cache = load_or_profile(runner, BlockManager(40, 16), LIMITS, 1.0, tmp_path)
+    cache.path.unlink()
+    model.observe_verify(2, 8, 0, 6.0)
+    cache.save(model)
+    assert files(tmp_path) == [], "one step teaches nothing"
+    learn(model)
+    cache.save(model)
+    assert files(tmp_path) == [cache.path.name]
+    cache.path.unlink()
+    cache.save(model)
+    assert files(tmp_path) == [], "it was written before"
 
 
 def _truncate(path: Path) -> None:
@@ -159,6 +180,54 @@ def test_a_folder_that_cannot_be_written_is_a_warning(
         load(runner, tmp_path / "file" / "folder")
     assert "cannot be kept" in caplog.text
     assert len(profiles) == 1
+
+
+def test_learned_costs_survive_a_restart(
+    setup: TinySetup, profiles: list[CostModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ADAFLASH_CACHE_DIR", str(tmp_path))
+    config = replace(CONFIG, max_num_seqs=4, max_num_batched_tokens=32)
+    engine = tiny_engine(setup, "random", config)
+    engine.generate([[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=4))
+    learn(profiles[0])
+    learned = first_cost(profiles[0]) / profiles[0].load
+    assert learned != pytest.approx(1.0, rel=0.05)
+    engine.close()
+    costs = tiny_engine(setup, "random", config)._speculation._costs
+    assert len(profiles) == 1
+    assert costs is not None
+    assert first_cost(costs) == pytest.approx(learned)
+
+
+def test_a_cache_folder_that_cannot_be_written_does_not_fail_the_close(
+    setup: TinySetup,
+    profiles: list[CostModel],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("ADAFLASH_CACHE_DIR", str(tmp_path))
+    engine = tiny_engine(setup, "random", replace(CONFIG, max_num_seqs=4, max_num_batched_tokens=32))
+    before = [path.read_bytes() for path in (tmp_path / "step-costs").iterdir()]
+
+    def refuse(path: Path, *_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    learn(profiles[0])
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr("adaflash.durable_files.Path.open", refuse)
+        engine.close()
+    assert "cannot be kept" in caplog.text
+    assert [path.read_bytes() for path in (tmp_path / "step-costs").iterdir()] == before
+
+
+def test_an_engine_without_costs_closes(
+    setup: TinySetup, profiles: list[CostModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ADAFLASH_CACHE_DIR", str(tmp_path))
+    tiny_engine(setup, "random", replace(CONFIG, verify_policy="fixed")).close()
+    assert not files(tmp_path)
+    assert not profiles
 
 
 def test_everything_that_changes_costs_changes_the_file(
