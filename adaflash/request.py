@@ -60,7 +60,8 @@ class SamplingParams:
         skip_special_tokens: Leave special tokens out of the text.
         allow_training: Let a server that learns online keep prompt and output to train its drafter.
         max_inter_token_ms: Steps that decode this request are not made longer than this by drafts or others' prompts,
-            as far as plain decoding can keep it (policy `goodput`); None prefers throughput.
+            as measured costs predict it (policy `goodput`, else no effect). Where plain decoding leaves no room, each
+            step still takes one KV block of prompt tokens. None prefers throughput.
     """
 
     n: int = 1

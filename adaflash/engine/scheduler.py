@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from adaflash.cache.block_manager import MIXED_VERSIONS, BlockManager
+from adaflash.engine.prompt_room import PromptRoom
 from adaflash.engine.sequence import ContextWrite, Sequence
+from adaflash.speculative.cost_model import StepCosts
 from adaflash.speculative.forecast import LengthForecast
 
 # (decoding sequences, most drafts of each, rows left for prefill) -> most drafts of each, 0 for those not to draft.
@@ -83,6 +85,7 @@ class Scheduler:
         forecast: Tokens that running sequences will take; new ones are admitted beside that.
         takes_bare_prefixes: Whether a request takes cached tokens without rows of its drafter version, and so never
             drafts, rather than compute them again.
+        costs: Seconds of steps; prompts are cut so that steps keep the limits of what they decode. None cuts nothing.
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class Scheduler:
         self.select: DraftSelector | None = None
         self.forecast = LengthForecast(1 if limits is None else limits.draft_block_size)
         self.takes_bare_prefixes = False
+        self.costs: StepCosts | None = None
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -138,10 +142,11 @@ class Scheduler:
         """Plan one step: decode, then running prefills, then admissions."""
         plan = Schedule()
         decoding = self._reserve_anchors(plan)
-        budget = self._schedule_decodes(decoding, plan)
-        budget = self._continue_prefills(plan, budget)
+        room = PromptRoom(self.costs, decoding, self.blocks.block_size)
+        budget = self._schedule_decodes(decoding, plan, room)
+        budget = self._continue_prefills(plan, budget, room)
         if not plan.preempted:
-            self._admit(plan, budget)
+            self._admit(plan, budget, room)
         return plan
 
     def commit(self, seq: Sequence, num_new: int, context: ContextWrite) -> None:
@@ -198,12 +203,12 @@ class Scheduler:
                 return False
         return True
 
-    def _schedule_decodes(self, decoding: list[Sequence], plan: Schedule) -> int:
+    def _schedule_decodes(self, decoding: list[Sequence], plan: Schedule, room: PromptRoom) -> int:
         budget = self.max_num_batched_tokens - len(decoding)
         limits = self.limits
         most = [0 if limits is None else min(_max_drafts(seq, limits), budget) for seq in decoding]
         if self.select is not None and any(most):
-            most = self.select(decoding, most, self._num_prefill_tokens(budget))
+            most = self.select(decoding, most, room.fit(0, self._num_prefill_tokens(budget)))
         for seq, drafts in zip(decoding, most, strict=True):
             drafts = min(drafts, budget)
             if limits is not None and drafts > 0:
@@ -220,28 +225,33 @@ class Scheduler:
             count += seq.num_tokens
         return min(count, budget)
 
-    def _continue_prefills(self, plan: Schedule, budget: int) -> int:
+    def _continue_prefills(self, plan: Schedule, budget: int, room: PromptRoom) -> int:
         for seq in [s for s in self.running if not s.is_decoding]:
-            if budget == 0:
+            num_tokens = room.fit(seq.num_computed, min(seq.num_uncomputed, budget))
+            if num_tokens == 0:
                 break
-            num_tokens = min(seq.num_uncomputed, budget)
             if not self._reserve(seq, seq.num_computed + num_tokens, plan):
                 self._preempt(seq, plan)
                 continue
-            budget -= num_tokens
-            plan.scheduled.append(ScheduledSequence(seq, num_tokens, num_tokens == seq.num_uncomputed, 0))
+            budget -= self._schedule_chunk(seq, num_tokens, plan, room)
         return budget
 
-    def _admit(self, plan: Schedule, budget: int) -> None:
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+    def _admit(self, plan: Schedule, budget: int, room: PromptRoom) -> None:
+        while self.waiting and len(self.running) < self.max_num_seqs and room.fit(0, budget) > 0:
             seq = self.waiting[0]
             if not self._start(seq, plan):
                 break
             self.waiting.popleft()
             self.running.append(seq)
-            num_tokens = min(seq.num_uncomputed, budget)
-            budget -= num_tokens
-            plan.scheduled.append(ScheduledSequence(seq, num_tokens, num_tokens == seq.num_uncomputed, 0))
+            num_tokens = room.fit(seq.num_computed, min(seq.num_uncomputed, budget))
+            if num_tokens == 0:  # reading what is cached of it takes too long beside the rest of this step
+                break
+            budget -= self._schedule_chunk(seq, num_tokens, plan, room)
+
+    def _schedule_chunk(self, seq: Sequence, num_tokens: int, plan: Schedule, room: PromptRoom) -> int:
+        room.take(seq.num_computed, num_tokens)
+        plan.scheduled.append(ScheduledSequence(seq, num_tokens, num_tokens == seq.num_uncomputed, 0))
+        return num_tokens
 
     def _start(self, seq: Sequence, plan: Schedule) -> bool:
         """Give `seq` blocks for all its tokens, from the prefix cache where possible; False when there are too few."""

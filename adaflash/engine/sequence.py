@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from enum import Enum
 
 from adaflash.cache.block_manager import ROOT_UID
@@ -116,3 +118,9 @@ class Sequence:
         """Commit output tokens."""
         self.token_ids += token_ids
         self.num_tokens += len(token_ids)
+
+
+def max_step_s(decoding: Iterable[Sequence]) -> float:
+    """Return the longest step that the requests of `decoding` allow; infinite when none of them has a limit."""
+    limits = (seq.request.params.max_inter_token_ms for seq in decoding)
+    return min((limit / 1000 for limit in limits if limit is not None), default=math.inf)

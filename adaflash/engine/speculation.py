@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 
 from adaflash.config import EngineConfig
@@ -13,7 +12,7 @@ from adaflash.engine.loading import resolve_policy
 from adaflash.engine.profile_cases import ProfileLimits
 from adaflash.engine.runner import Runner
 from adaflash.engine.scheduler import DraftLimits, Schedule, ScheduledSequence, Scheduler
-from adaflash.engine.sequence import ContextWrite, Sequence
+from adaflash.engine.sequence import ContextWrite, Sequence, max_step_s
 from adaflash.speculative.budget import DraftSignals, VerifyPolicy
 from adaflash.speculative.cost_model import CostModel
 from adaflash.speculative.goodput import Candidate, GoodputPolicy, StepLoad
@@ -81,6 +80,7 @@ class Speculation:
         )
         self._scheduler.limits = self.limits
         self._scheduler.select = None if self.goodput is None else self.select
+        self._scheduler.costs = None if self.goodput is None else self._costs
         if self.limits is None:
             for seq in self._scheduler.running:
                 self._runner.drop_pending(seq)
@@ -121,7 +121,7 @@ class Speculation:
             len(decoding),
             len(decoding) + num_prefill,
             sum(seq.num_computed for seq in decoding),
-            _max_step_s(decoding),
+            max_step_s(decoding),
         )
         drafts = policy.select(candidates, load)
         return [most if does else 0 for most, does in zip(max_drafts, drafts, strict=True)]
@@ -209,10 +209,5 @@ def _load(plan: Schedule) -> StepLoad:
         len(sampling),
         sum(item.num_tokens for item in items),
         sum(item.seq.num_computed for item in items),
-        _max_step_s([seq for seq in sampling if seq.is_decoding]),
+        max_step_s(seq for seq in sampling if seq.is_decoding),
     )
-
-
-def _max_step_s(decoding: list[Sequence]) -> float:
-    limits = (seq.request.params.max_inter_token_ms for seq in decoding)
-    return min((limit / 1000 for limit in limits if limit is not None), default=math.inf)

@@ -4,19 +4,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from adaflash.config import EngineConfig
 from adaflash.engine.context_backlog import ContextBacklog
 from adaflash.engine.engine import Engine
-from adaflash.engine.runner import Drafts
+from adaflash.engine.runner import Drafts, Round, Verified
 from adaflash.engine.scheduler import ScheduledSequence
 from adaflash.engine.sequence import Sequence
 from adaflash.errors import RequestError
 from adaflash.request import SamplingParams
-from tests.engines import TinySetup, random_prompts, run_all, tiny_engine
+from adaflash.speculative.allocation import FloatArray, IntArray
+from tests.engines import TinySetup, random_prompts, run_all, step_until_done, tiny_engine
 
 VOCAB = 97
 MAX_TOKENS = 40
@@ -153,6 +156,46 @@ def test_a_limit_below_a_plain_step_forbids_drafts(setup: TinySetup) -> None:
     assert run_all(engine, PROMPTS, hurried)[0].speculation.num_drafted_tokens == 0
     relaxed = SamplingParams(temperature=0.0, max_tokens=20, max_inter_token_ms=1e6)
     assert sum(o.speculation.num_drafted_tokens for o in run_all(engine, PROMPTS, relaxed)) > 0
+
+
+class _RowCosts:
+    """A step takes a millisecond per row; drafting is free."""
+
+    def verify_s(self, num_seqs: int, num_tokens: IntArray, num_context: int) -> FloatArray:
+        return 1e-3 * num_tokens
+
+    def draft_s(self, num_seqs: IntArray, *_: object) -> FloatArray:
+        return np.zeros(len(num_seqs))
+
+
+def test_prompts_beside_a_limit_come_in_chunks_and_change_no_token(setup: TinySetup) -> None:
+    prompts = [[5, 6, 7], *random_prompts(3, VOCAB, 60, seed=1)]
+    expected = [output.outputs[0].token_ids for output in run_all(engine_of(setup, "off"), prompts, GREEDY)]
+    engine = engine_of(setup, "goodput", block_size=4)
+    engine._scheduler.costs = _RowCosts()
+    limited = replace(GREEDY, max_inter_token_ms=12.0)
+    engine.submit(engine.prepare(prompts[0], limited, "0"))
+    tokens: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
+    num_rows: list[int] = []
+    verify = engine._runner.verify
+
+    def counted(rounds: list[Round], drafts: Drafts | None) -> list[Verified]:
+        num_rows.append(sum(r.scheduled.num_tokens for r in rounds))
+        return verify(rounds, drafts)
+
+    engine._runner.verify = counted  # type: ignore[method-assign]
+
+    def step(number: int) -> None:
+        if number == 3:
+            for i, prompt in enumerate(prompts[1:], 1):
+                engine.submit(engine.prepare(prompt, GREEDY, str(i)))
+
+    for delta in step_until_done(engine, step):
+        tokens[delta.request_id] += delta.outputs[0].token_ids
+    assert list(tokens.values()) == expected
+    assert sum(map(len, prompts[1:])) > 60
+    assert max(num_rows) == 12, "the largest chunk that keeps the limit"
+    assert engine.stats().num_free_blocks == engine.stats().num_total_blocks
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, float("nan"), float("inf"), "fast"])

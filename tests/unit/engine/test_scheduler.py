@@ -13,12 +13,24 @@ from adaflash.cache.block_manager import BlockManager
 from adaflash.engine.scheduler import DraftLimits, Schedule, ScheduledSequence, Scheduler
 from adaflash.engine.sequence import ContextWrite, Sequence
 from adaflash.request import Request, SamplingParams
+from adaflash.speculative.allocation import FloatArray, IntArray
 
 WIDTH = 5
 
 
-def _sequence(key: int, prompt: list[int], max_tokens: int, n: int = 1) -> Sequence:
-    request = Request(f"r{key}", prompt, SamplingParams(max_tokens=max_tokens, n=n))
+class _RowCosts:
+    """A step takes a second per row, and half of one per KV token."""
+
+    def verify_s(self, num_seqs: int, num_tokens: IntArray, num_context: int) -> FloatArray:
+        return num_tokens + 0.5 * num_context
+
+    def draft_s(self, *_: object) -> FloatArray:
+        raise AssertionError("the scheduler does not ask")
+
+
+def _sequence(key: int, prompt: list[int], max_tokens: int, limit_s: float | None = None) -> Sequence:
+    limit_ms = None if limit_s is None else 1000 * limit_s
+    request = Request(f"r{key}", prompt, SamplingParams(max_tokens=max_tokens, max_inter_token_ms=limit_ms))
     return Sequence(key, request, 0, max_tokens)
 
 
@@ -62,6 +74,8 @@ class _World:
         self._check_writes(plan.scheduled)
         total = sum(item.num_tokens + item.max_drafts for item in plan.scheduled)
         assert total <= self.scheduler.max_num_batched_tokens
+        if total < self.scheduler.max_num_batched_tokens:  # for a latency limit
+            self.seen["kept waiting"] += len(self.scheduler.running) - len(plan.scheduled)
         assert len(plan.scheduled) <= self.scheduler.max_num_seqs
         for item in plan.scheduled:
             self._check_context(item.seq)
@@ -186,12 +200,14 @@ def _run_schedule(seed: int) -> Counter[str]:
     limits, is_selective = world.scheduler.limits, rng.random() < 0.5
     if is_selective:
         world.scheduler.select = lambda _, most, __: [count if rng.random() < 0.3 else 0 for count in most]
+    world.scheduler.costs = _RowCosts() if rng.random() < 0.8 else None
     prompts = [[rng.randrange(3) for _ in range(rng.randint(1, 14))] for _ in range(3)]
     todo, key = rng.randint(2, 6), 0
     for _ in range(400):
         if todo and rng.random() < 0.4:
             prompt = list(rng.choice(prompts))[: rng.randint(1, 14)]
-            seq = _sequence(key, prompt, rng.randint(1, 24 - len(prompt)))
+            limit_s = rng.uniform(1.0, 6.0) if rng.random() < 0.8 else None
+            seq = _sequence(key, prompt, rng.randint(1, 24 - len(prompt)), limit_s)
             children = [_sequence(key + i, prompt, seq.max_output_tokens) for i in range(1, rng.choice([1, 1, 2, 4]))]
             world.alive[key] = seq
             if children:
@@ -224,4 +240,7 @@ def test_random_schedules_write_only_exclusive_slots_and_leak_nothing(chunk: int
             seen += _run_schedule(seed)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
-    assert all(seen[what] > 100 for what in ("drafted", "caught up", "copied", "preempted", "forked", "aborted")), seen
+    assert all(
+        seen[what] > 100
+        for what in ("drafted", "caught up", "copied", "preempted", "forked", "aborted", "kept waiting")
+    ), seen
