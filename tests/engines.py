@@ -50,8 +50,8 @@ class OracleRunner(Runner):
     accuracy_of: dict[int, float]  # of drafter versions that differ
     rng: random.Random
 
-    def draft(self, drafting: list[ScheduledSequence]) -> Drafts:
-        drafts = super().draft(drafting)
+    def draft(self, drafting: list[ScheduledSequence], num_drafts: int) -> Drafts:
+        drafts = super().draft(drafting, num_drafts)
         confidence, token_ids = [], []
         for row, item in zip(drafts.token_ids, drafting, strict=True):
             # A prompt that is not known is one that costs are measured with.

@@ -80,7 +80,8 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     console = Console(stderr=args.json == "-")
-    model, costs, loads = load_model(args.model), _costs(args), _loads(args)
+    model, loads = load_model(args.model), _loads(args)
+    costs = _costs(args, model)
     requests = [_answers(args, model, load.num_requests) for load in loads]
     policies = _policies(args, requests[0])
     for policy in policies:
@@ -114,10 +115,10 @@ def _policies(args: argparse.Namespace, answers: Answers) -> list[str]:
     return [REFERENCE_POLICY, *(name for name in dict.fromkeys(chosen) if name != REFERENCE_POLICY)]
 
 
-def _costs(args: argparse.Namespace) -> SimulatedCosts:
+def _costs(args: argparse.Namespace, model: Model) -> SimulatedCosts:
     if args.profile is None:
-        return RooflineCosts(load_device(args.target_device), load_model(args.model))
-    return read_profile(args.profile, args.max_num_batched_tokens, args.max_num_seqs)
+        return RooflineCosts(load_device(args.target_device), model)
+    return read_profile(args.profile, args.max_num_batched_tokens, args.max_num_seqs * model.drafter.draft_block_size)
 
 
 def _loads(args: argparse.Namespace) -> list[Load]:

@@ -192,12 +192,12 @@ class Engine:
             self._rollout.settle()
         elapsed_s = time.perf_counter() - started
         self._last_host_s = elapsed_s - times.draft - times.verify
-        num_drafting = sum(r.draft_row is not None for r in rounds)
+        num_draft_rows = sum(r.num_drafted + 1 for r in rounds if r.draft_row is not None)
         num_verified = sum(len(r.draft_token_ids) for r in rounds)
         if num_decoding := sum(r.scheduled.samples for r in rounds):
             self._scheduler.forecast.observe(num_decoding + num_verified, num_decoding)
-        self._speculation.end_step(num_drafting, num_verified, times.draft, elapsed_s - times.draft, caught_up)
-        self._counters.end_step(elapsed_s, self._runner.times, is_plain=num_drafting == 0)
+        self._speculation.end_step(num_draft_rows, num_verified, times.draft, elapsed_s - times.draft, caught_up)
+        self._counters.end_step(elapsed_s, self._runner.times, is_plain=num_draft_rows == 0)
         return deltas
 
     def _register_new(self, plan: Schedule) -> None:
@@ -230,12 +230,13 @@ class Engine:
         contexts = map(self._speculation.context, plan.scheduled)
         if not drafting:
             return [Round(item, [], None, when) for item, when in zip(plan.scheduled, contexts, strict=True)], None
-        drafts = self._runner.draft(drafting)
+        num_drafts = self._speculation.num_drafts(drafting)
+        drafts = self._runner.draft(drafting, num_drafts)
         lens = self._speculation.choose(drafts.signals, drafting)
         rounds, row = [], 0
         for item, when in zip(plan.scheduled, contexts, strict=True):
             if item.max_drafts > 0:
-                rounds.append(Round(item, drafts.token_ids[row][: lens[row]], row, when))
+                rounds.append(Round(item, drafts.token_ids[row][: lens[row]], row, when, num_drafts))
                 row += 1
             else:
                 rounds.append(Round(item, [], None, when))
@@ -302,7 +303,7 @@ class Engine:
         if r.draft_row is not None:
             self.rollout.observe(seq, num_emitted)
             expected = self._speculation.expected_tokens(r.draft_row)
-            draft = DraftCount(seq.drafter_version, num_verified, num_accepted, expected)
+            draft = DraftCount(seq.drafter_version, r.num_drafted, num_verified, num_accepted, expected)
             self._counters.count_draft(draft)
         count_round(stats, num_emitted, draft, self._speculation.draft_width)
 

@@ -23,13 +23,18 @@ class Case(NamedTuple):
         num_tokens: Packed tokens of the target forward, spread evenly; 0 for a draft alone.
         num_seqs: S.
         context_len: Computed tokens of each sequence.
-        drafts: Whether all sequences draft first.
+        num_drafts: Drafts that each sequence makes first; 0 drafts nothing.
     """
 
     num_tokens: int
     num_seqs: int
     context_len: int
-    drafts: bool
+    num_drafts: int
+
+    @property
+    def num_draft_rows(self) -> int:
+        """Rows of all draft blocks, anchors included; 0 without a draft."""
+        return self.num_seqs * (self.num_drafts + 1) if self.num_drafts else 0
 
 
 @dataclass(frozen=True)
@@ -104,18 +109,17 @@ class _Fit:
 
         What verifies drafts has drafted them; a lone token drafts too if it can, which is the cheapest draft of all.
         """
-        room = self._room(num_seqs, -(-num_tokens // num_seqs), drafts=True)
+        most = -(-num_tokens // num_seqs)  # of a sequence
+        room = self._room(num_seqs, most, drafts=True)
         if (num_tokens > num_seqs or num_seqs == 1) and room >= 0:
-            return Case(num_tokens, num_seqs, min(context_len, room), True)
+            return Case(num_tokens, num_seqs, min(context_len, room), max(1, most - 1))
         room = self._room(num_seqs, 1, drafts=False)
-        return (
-            Case(num_tokens, num_seqs, min(context_len, room), False) if num_tokens == num_seqs and room >= 0 else None
-        )
+        return Case(num_tokens, num_seqs, min(context_len, room), 0) if num_tokens == num_seqs and room >= 0 else None
 
     def draft(self, num_seqs: int) -> Case | None:
         """Return the case of a draft alone, None when it does not fit."""
         room = self._room(num_seqs, 1, drafts=True)
-        return Case(0, num_seqs, min(_CONTEXT_LEN, room), True) if room >= 0 else None
+        return Case(0, num_seqs, min(_CONTEXT_LEN, room), self._draft_width - 1) if room >= 0 else None
 
     def _room(self, num_seqs: int, num_tokens: int, drafts: bool) -> int:
         """Return how much context each sequence may have beside `num_tokens` tokens; negative when they do not fit."""

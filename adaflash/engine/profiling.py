@@ -59,13 +59,14 @@ def profile(
                 measuring.measure(group)
     verify, draft = measuring.samples()
     logger.info(
-        "step costs profiled seconds=%.2f cases=%d max_tokens=%d max_drafting=%d",
+        "step costs profiled seconds=%.2f cases=%d max_tokens=%d max_draft_rows=%d",
         time.perf_counter() - started,
         len(verify),
         max(sample.size for sample in verify),
         max((sample.size for sample in draft), default=0),
     )
-    return CostModel.from_samples(verify, draft, limits.max_num_batched_tokens, limits.max_num_seqs)
+    max_draft_rows = limits.max_num_seqs * (1 if runner.drafter is None else runner.drafter.draft_block_size)
+    return CostModel.from_samples(verify, draft, limits.max_num_batched_tokens, max_draft_rows)
 
 
 class _Run(NamedTuple):
@@ -109,7 +110,7 @@ class _Measuring:
             if verify_times:
                 verify.append(CostSample(case.num_tokens, case.num_seqs, num_context, min(verify_times)))
             if draft_times:
-                draft.append(CostSample(case.num_seqs, 0, num_context, min(draft_times)))
+                draft.append(CostSample(case.num_draft_rows, 0, num_context, min(draft_times)))
         return verify, draft
 
     def _expected_s(self, case: Case) -> float:
@@ -118,14 +119,14 @@ class _Measuring:
             return sum(seconds for seconds in self._runs[case][-1] if seconds is not None)
         verify, draft = self.samples()
         verify_s = _in_proportion(verify, case.num_tokens) if case.num_tokens else 0.0
-        return verify_s + (_in_proportion(draft, case.num_seqs) if case.drafts else 0.0)
+        return verify_s + (_in_proportion(draft, case.num_draft_rows) if case.num_drafts else 0.0)
 
     def _run(self, case: Case) -> _Run:
         draft_s = verify_s = drafts = None
         with self._sequences(case) as items:
-            if case.drafts:
+            if case.num_drafts:
                 started = time.perf_counter()
-                drafts = self._runner.draft(items)
+                drafts = self._runner.draft(items, case.num_drafts)
                 draft_s = time.perf_counter() - started
             if case.num_tokens:
                 rounds = self._rounds(items, drafts)
@@ -169,7 +170,7 @@ class _Measuring:
         drafter, num_slots = self._runner.drafter, 0
         if drafter is not None:
             seq.drafter_version = drafter.version
-            num_slots = drafter.draft_block_size if case.drafts else 0
+            num_slots = case.num_drafts + 1
         table = self._blocks.allocate(self._blocks.num_blocks_for(case.context_len + max(num_tokens, num_slots)))
         assert table is not None, "a case fits into the free blocks"
         seq.block_table = table

@@ -30,7 +30,7 @@ from adaflash.speculative.resident import ResidentDrafters
 
 
 class Drafts(NamedTuple):
-    """Drafts of one step: tokens [S][K] and what policies may see on the host, logits [S, K, Vd] if they are needed."""
+    """Drafts of one step: tokens [S][k] and what policies may see on the host, logits [S, k, Vd] if they are needed."""
 
     token_ids: list[list[int]]
     signals: DraftSignals
@@ -45,12 +45,14 @@ class Round(NamedTuple):
         draft_token_ids: Drafts to verify, possibly none.
         draft_row: Its row in the step's `Drafts`; None when it did not draft.
         context: When the drafter's context of its rows is written.
+        num_drafted: Drafts made, of which the first are verified.
     """
 
     scheduled: ScheduledSequence
     draft_token_ids: list[int]
     draft_row: int | None
     context: ContextWrite
+    num_drafted: int = 0
 
 
 class Verified(NamedTuple):
@@ -139,25 +141,25 @@ class Runner:
         if self.features is not None:
             self.features.copy_blocks(pairs, self._target_kv.block_size)
 
-    def draft(self, drafting: list[ScheduledSequence]) -> Drafts:
-        """Draft a block for every sequence of `drafting`, in one forward of each version in use."""
+    def draft(self, drafting: list[ScheduledSequence], num_drafts: int) -> Drafts:
+        """Draft `num_drafts` tokens for every sequence of `drafting`, in one forward of each version in use."""
         started = time.perf_counter()
         versions = [item.seq.drafter_version for item in drafting]
         if len(set(versions)) == 1:
-            drafts = self._draft_with(versions[0], drafting)
+            drafts = self._draft_with(versions[0], drafting, num_drafts)
         else:
             order = sorted(range(len(drafting)), key=versions.__getitem__)
             groups = itertools.groupby(order, key=versions.__getitem__)
-            parts = [self._draft_with(version, [drafting[i] for i in group]) for version, group in groups]
+            parts = [self._draft_with(version, [drafting[i] for i in group], num_drafts) for version, group in groups]
             drafts = _merge(parts, order)
         self.times.draft += time.perf_counter() - started
         return drafts
 
-    def _draft_with(self, version: int, drafting: list[ScheduledSequence]) -> Drafts:
+    def _draft_with(self, version: int, drafting: list[ScheduledSequence], num_drafts: int) -> Drafts:
         assert self.drafters is not None, "drafting needs a drafter"
         assert self._draft_kv is not None, "drafting needs the drafter's KV pool"
         drafter = self.drafters[version]
-        masks = [drafter.mask_token_id] * (drafter.draft_block_size - 1)
+        masks = [drafter.mask_token_id] * num_drafts
         seqs = [item.seq for item in drafting]
         entries = [PackEntry([seq.token_ids[-1], *masks], seq.num_computed, seq.block_table, 0) for seq in seqs]
         batch = pack(entries, self._draft_kv.block_size, self.backend.device)
@@ -169,7 +171,9 @@ class Runner:
             None,  # The drafter itself never proposes its mask id.
         )
         block = drafter.propose(batch, self._draft_kv, rows, self._keep_draft_logits)
-        ratio = None if drafter.length_head is None else drafter.length_head.predict(block.hidden).tolist()
+        ratio = None
+        if drafter.length_head is not None and num_drafts == drafter.draft_block_size - 1:  # as it was trained
+            ratio = drafter.length_head.predict(block.hidden).tolist()
         return Drafts(block.token_ids.tolist(), DraftSignals(block.confidence.tolist(), ratio), block.logits)
 
     def write_pending(self, seqs: list[Sequence]) -> None:
@@ -269,7 +273,7 @@ class Runner:
         return list(map(Verified, token_ids, logprobs, corrupted))
 
     def _draft_logits(self, sampled: list[Round], drafts: Drafts | None) -> Tensor | None:
-        """Return draft logits [S, K, Vd] of the sampled sequences for rejection; rows that did not draft are unread."""
+        """Return draft logits [S, k, Vd] of the sampled sequences for rejection; rows that did not draft are unread."""
         if not self._keep_draft_logits or drafts is None:
             return None
         assert drafts.logits is not None, "the drafter kept its logits"

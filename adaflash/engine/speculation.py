@@ -123,13 +123,22 @@ class Speculation:
             sum(seq.num_computed for seq in decoding),
             max_step_s(decoding),
         )
-        drafts = policy.select(candidates, load)
-        return [most if does else 0 for most, does in zip(max_drafts, drafts, strict=True)]
+        return policy.select(candidates, load)
 
     def begin_step(self, plan: Schedule) -> None:
         """Take notice of what runs in the step that begins."""
         if self.goodput is not None:
             self._load = _load(plan)
+
+    def num_drafts(self, drafting: list[ScheduledSequence]) -> int:
+        """Return how many tokens to draft for each: what `goodput` selected, else as many as a round ever verifies.
+
+        The length head is asked about whole blocks, as it was trained.
+        """
+        if self.goodput is not None:
+            return max(item.max_drafts for item in drafting)
+        assert self.limits is not None, "something drafts"
+        return self.draft_width if self.policy == "length_head" else self.limits.max_drafts
 
     def choose(self, signals: DraftSignals, drafting: list[ScheduledSequence]) -> list[int]:
         """Return how many drafts each sequence of `drafting` verifies."""
@@ -160,11 +169,11 @@ class Speculation:
         if self.goodput is not None and num_accepted:
             self.goodput.observe(num_accepted)
 
-    def end_step(self, num_drafting: int, num_verified: int, draft_s: float, rest_s: float, caught_up: bool) -> None:
+    def end_step(self, num_draft_rows: int, num_verified: int, draft_s: float, rest_s: float, caught_up: bool) -> None:
         """Learn what the step cost.
 
         Args:
-            num_drafting: Sequences that drafted.
+            num_draft_rows: Rows of draft blocks, anchors included.
             num_verified: Drafts verified.
             draft_s: Seconds spent drafting.
             rest_s: All other seconds of the step.
@@ -175,9 +184,9 @@ class Speculation:
             return
         assert costs is not None, "goodput has its costs"
         load = self._load
-        if num_drafting and not caught_up:
-            costs.observe_draft(num_drafting, load.num_context, draft_s)
-        self._num_plain = 0 if num_drafting else self._num_plain + 1
+        if num_draft_rows and not caught_up:
+            costs.observe_draft(num_draft_rows, load.num_context, draft_s)
+        self._num_plain = 0 if num_draft_rows else self._num_plain + 1
         if self._num_plain % _PLAIN_SAMPLING == 0:
             costs.observe_verify(load.num_seqs, load.num_tokens + num_verified, load.num_context, rest_s)
         policy.end_step(draft_s + rest_s, load)

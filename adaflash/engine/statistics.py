@@ -16,12 +16,14 @@ class DraftCount(NamedTuple):
 
     Attributes:
         version: What drafted.
+        num_drafted: Drafts made.
         num_verified: Drafts the target saw.
         num_accepted: Drafts committed.
         expected: Drafts that were expected to be accepted, where the policy has an expectation, else 0.
     """
 
     version: int
+    num_drafted: int
     num_verified: int
     num_accepted: int
     expected: float
@@ -33,7 +35,7 @@ def count_round(stats_: SpeculationStats, num_emitted: int, draft: DraftCount | 
     stats_.num_emitted_tokens += num_emitted
     if draft is None:
         return
-    stats_.num_drafted_tokens += num_positions
+    stats_.num_drafted_tokens += draft.num_drafted
     stats_.num_verified_tokens += draft.num_verified
     stats_.num_accepted_tokens += draft.num_accepted
     stats_.expected_accepted_tokens += draft.expected
@@ -64,7 +66,6 @@ class EngineCounters:
         self._expected_accepted = 0.0
         self._accepted_per_position = [0] * num_positions
         self._verify_lens = [0] * (num_positions + 1)
-        self._num_positions = num_positions
         self._total_s = 0.0
         self._times = StepTimes()
 
@@ -76,7 +77,7 @@ class EngineCounters:
     def count_draft(self, draft: DraftCount) -> None:
         """Count one sequence's draft block."""
         self._num_drafts += 1
-        self._num_drafted_tokens += self._num_positions
+        self._num_drafted_tokens += draft.num_drafted
         self._num_verified_tokens += draft.num_verified
         self._expected_accepted += draft.expected
         self._verify_lens[draft.num_verified] += 1

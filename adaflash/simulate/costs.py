@@ -20,8 +20,8 @@ from adaflash.speculative.cost_table import CostSample
 class SimulatedCosts(StepCosts, Protocol):
     """`StepCosts` that know more of a step than a policy does; `RooflineCosts` documents them."""
 
-    def draft_s(self, num_seqs: IntArray, num_context: IntArray | int) -> FloatArray:
-        """Return the seconds of a draft step by number of drafting sequences, [N] -> [N]."""
+    def draft_s(self, num_seqs: IntArray, num_context: IntArray | int, num_drafts: IntArray | int) -> FloatArray:
+        """Return the seconds of a draft step by drafting sequences and drafts of each."""
 
     def step_s(self, num_seqs: int, num_tokens: IntArray, num_context: int, prefill: PrefillWork) -> FloatArray:
         """Return the seconds of a target step that has prompt chunks besides, [N] -> [N]."""
@@ -44,12 +44,15 @@ class MeasuredCosts:
         """See `StepCosts.verify_s`."""
         return self._model.verify_s(num_seqs, num_tokens, num_context)
 
-    def draft_s(self, num_seqs: IntArray, num_context: IntArray | int) -> FloatArray:
+    def draft_s(self, num_seqs: IntArray, num_context: IntArray | int, num_drafts: IntArray | int) -> FloatArray:
         """See `RooflineCosts.draft_s`."""
         if isinstance(num_context, int):
-            return self._model.draft_s(num_seqs, num_context)
-        pairs = zip(num_seqs.tolist(), num_context.tolist(), strict=True)
-        return np.array([self._model.draft_s(np.array([seqs]), context)[0] for seqs, context in pairs])
+            return self._model.draft_s(num_seqs, num_context, num_drafts)
+        each = np.broadcast(num_seqs, num_context, num_drafts)
+        seconds = [
+            self._model.draft_s(np.array([seqs]), int(context), int(drafts))[0] for seqs, context, drafts in each
+        ]
+        return np.array(seconds).reshape(each.shape)
 
     def step_s(self, num_seqs: int, num_tokens: IntArray, num_context: int, prefill: PrefillWork) -> FloatArray:
         """See `RooflineCosts.step_s`; a prompt's rows cost what a decoding sequence's do."""
@@ -78,44 +81,46 @@ class StepDemand(NamedTuple):
     prefill: PrefillWork
     writes_context: bool
 
-    def step_s(self, num_drafting: IntArray, num_drafts: IntArray) -> FloatArray:
+    def step_s(self, num_drafting: IntArray, num_verified: IntArray, num_drafts: int) -> FloatArray:
         """Return the seconds of the step for N choices; drafting sequences have contexts of mean length.
 
         Args:
             num_drafting: [N] sequences that draft.
-            num_drafts: [N] drafts verified, of all sequences together.
+            num_verified: [N] drafts verified, of all sequences together.
+            num_drafts: Drafts made for each sequence that drafts.
 
         Returns:
             [N].
         """
         read = num_drafting * self.num_context // max(self.num_decoding, 1)
-        rows = self.num_decoding + num_drafts
-        seconds = self.costs.draft_s(num_drafting, read)
+        rows = self.num_decoding + num_verified
+        seconds = self.costs.draft_s(num_drafting, read, num_drafts)
         seconds = seconds + self.costs.step_s(self.num_decoding, rows, self.num_context, self.prefill)
         if self.writes_context:
-            seconds = seconds + self.costs.context_s(num_drafting + num_drafts + self.prefill.num_tokens)
+            seconds = seconds + self.costs.context_s(num_drafting + num_verified + self.prefill.num_tokens)
         return seconds
 
-    def decoding_s(self, num_drafting: IntArray, num_drafts: IntArray) -> FloatArray:
+    def decoding_s(self, num_drafting: IntArray, num_verified: IntArray, num_drafts: int) -> FloatArray:
         """Return the same without what the prompt chunks cost in a step of plain decoding.
 
         The time that prompts take is the same in the end however their steps are used, so what decoding maximises is
         its tokens over the other time; with the whole step's, drafts beside a long prompt would look cheap.
         """
         nobody, plain = np.array([0]), self._replace(prefill=NO_PREFILL)
-        return self.step_s(num_drafting, num_drafts) - self.step_s(nobody, nobody) + plain.step_s(nobody, nobody)
+        plain_s = plain.step_s(nobody, nobody, 0)
+        return self.step_s(num_drafting, num_verified, num_drafts) - self.step_s(nobody, nobody, 0) + plain_s
 
 
-def read_profile(path: Path, max_num_tokens: int, max_num_seqs: int) -> MeasuredCosts:
+def read_profile(path: Path, max_num_tokens: int, max_draft_rows: int) -> MeasuredCosts:
     """Read a measured profile: JSON of verify and draft samples.
 
-    `{"verify": [[num_seqs, num_tokens, num_context, seconds], ...], "draft": [[num_seqs, num_context, seconds], ...]}`
-    with the KV tokens of all sequences together as `num_context`.
+    `{"verify": [[num_seqs, num_tokens, num_context, seconds], ...], "draft": [[num_rows, num_context, seconds], ...]}`
+    with the KV tokens of all sequences together as `num_context`, and the rows of all draft blocks, anchors included.
 
     Args:
         path: The file.
         max_num_tokens: Most rows of a step that is simulated.
-        max_num_seqs: Most sequences of one.
+        max_draft_rows: Most rows of a draft forward.
 
     Raises:
         ConfigError: The file cannot be read, or is not such a profile.
@@ -131,9 +136,9 @@ def read_profile(path: Path, max_num_tokens: int, max_num_seqs: int) -> Measured
         for seqs, tokens, context, seconds in _rows(path, values, "verify", 4)
     ]
     draft = [
-        CostSample(int(seqs), 0, int(context), seconds) for seqs, context, seconds in _rows(path, values, "draft", 3)
+        CostSample(int(rows), 0, int(context), seconds) for rows, context, seconds in _rows(path, values, "draft", 3)
     ]
-    return MeasuredCosts(CostModel.from_samples(verify, draft, max_num_tokens, max_num_seqs))
+    return MeasuredCosts(CostModel.from_samples(verify, draft, max_num_tokens, max_draft_rows))
 
 
 def _rows(path: Path, values: Mapping[str, object], key: str, width: int) -> list[list[float]]:

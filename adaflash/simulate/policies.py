@@ -48,11 +48,12 @@ class DecodingBatch(NamedTuple):
     num_matched: IntArray
     demand: StepDemand
 
-    def signals(self, drafting: IntArray) -> DraftSignals:
-        """Return what drafting for these sequences shows."""
+    def signals(self, drafting: IntArray, num_drafts: int) -> DraftSignals:
+        """Return what `num_drafts` drafts of each of these sequences show; whole blocks show a length ratio."""
         anchors = [self.anchors[i] for i in drafting.tolist()]
-        ratio = [float(answer.length_ratio[i]) for answer, i in anchors if answer.length_ratio is not None]
-        confidence = [answer.confidence[i].tolist() for answer, i in anchors]
+        whole = [pair for pair in anchors if pair[0].confidence.shape[1] == num_drafts]
+        ratio = [float(answer.length_ratio[i]) for answer, i in whole if answer.length_ratio is not None]
+        confidence = [answer.confidence[i, :num_drafts].tolist() for answer, i in anchors]
         return DraftSignals(confidence, ratio if len(ratio) == len(anchors) else None)
 
 
@@ -62,18 +63,20 @@ class Policy(ABC):
     Attributes:
         name: As it was asked for.
         needs_drafter: Whether the drafter is loaded, and so its context written.
+        needs_whole_blocks: Whether all K drafts are made, however few may be verified.
     """
 
     name: str
     needs_drafter: bool = True
+    needs_whole_blocks: bool = False
 
     def select(self, batch: DecodingBatch) -> IntArray:
-        """Return indices of the sequences that draft: by default those that may verify anything."""
-        return np.flatnonzero(batch.caps > 0)
+        """Return how many drafts each sequence makes at most, [S]; all make as many as the largest of these."""
+        return batch.caps
 
     @abstractmethod
-    def choose(self, batch: DecodingBatch, drafting: IntArray) -> list[int]:
-        """Return how many drafts each sequence of `drafting` verifies."""
+    def choose(self, batch: DecodingBatch, drafting: IntArray, num_drafts: int) -> list[int]:
+        """Return how many drafts each sequence of `drafting` verifies, `num_drafts` having been made for each."""
 
     # What only a policy that learns overrides.
 
@@ -94,10 +97,10 @@ class Off(Policy):
     needs_drafter = False
 
     def select(self, batch: DecodingBatch) -> IntArray:
-        """Return none."""
-        return np.empty(0, dtype=np.int64)
+        """Return zeros."""
+        return np.zeros_like(batch.caps)
 
-    def choose(self, batch: DecodingBatch, drafting: IntArray) -> list[int]:
+    def choose(self, batch: DecodingBatch, drafting: IntArray, num_drafts: int) -> list[int]:
         """Return none: nothing drafts."""
         return []
 
@@ -108,9 +111,13 @@ class Fixed(Policy):
     def __init__(self, name: str, num_drafts: int) -> None:
         self.name, self._num_drafts = name, num_drafts
 
-    def choose(self, batch: DecodingBatch, drafting: IntArray) -> list[int]:
+    def select(self, batch: DecodingBatch) -> IntArray:
         """Return as many as are wanted and allowed."""
-        lens: list[int] = np.minimum(batch.caps[drafting], self._num_drafts).tolist()
+        return np.minimum(batch.caps, self._num_drafts)
+
+    def choose(self, batch: DecodingBatch, drafting: IntArray, num_drafts: int) -> list[int]:
+        """Return as many as are wanted and allowed."""
+        lens: list[int] = self.select(batch)[drafting].tolist()
         return lens
 
 
@@ -125,13 +132,14 @@ class BySignals(Policy):
 
     def __init__(self, name: str, policy: VerifyPolicy, min_running: int = 0) -> None:
         self.name, self._policy, self._min_running = name, policy, min_running
+        self.needs_whole_blocks = policy.name == "length_head"
 
-    def choose(self, batch: DecodingBatch, drafting: IntArray) -> list[int]:
+    def choose(self, batch: DecodingBatch, drafting: IntArray, num_drafts: int) -> list[int]:
         """Return what the server would."""
         caps: list[int] = batch.caps[drafting].tolist()
         if len(batch.caps) < self._min_running:
             return caps
-        return self._policy.choose(batch.signals(drafting), caps)
+        return self._policy.choose(batch.signals(drafting, num_drafts), caps)
 
 
 class Goodput(Policy):
@@ -148,12 +156,16 @@ class Goodput(Policy):
         self._policy = GoodputPolicy(costs, num_drafts)
 
     def select(self, batch: DecodingBatch) -> IntArray:
-        """Return those it expects to win with, and those it probes."""
-        return np.flatnonzero(self._policy.select(_candidates(batch, np.arange(len(batch.keys))), _load(batch)))
+        """Return what it expects to win with, and what it probes."""
+        candidates = _candidates(batch, np.arange(len(batch.keys)), batch.caps)
+        return np.array(self._policy.select(candidates, _load(batch)), dtype=np.int64)
 
-    def choose(self, batch: DecodingBatch, drafting: IntArray) -> list[int]:
+    def choose(self, batch: DecodingBatch, drafting: IntArray, num_drafts: int) -> list[int]:
         """Return what the server would."""
-        return self._policy.choose(batch.signals(drafting), _candidates(batch, drafting), _load(batch))
+        caps = np.minimum(batch.caps, num_drafts)
+        return self._policy.choose(
+            batch.signals(drafting, num_drafts), _candidates(batch, drafting, caps), _load(batch)
+        )
 
     def observe(self, num_accepted: list[int]) -> None:
         """Learn how good the drafts were."""
@@ -171,31 +183,38 @@ class Goodput(Policy):
 class Oracle(Policy):
     """Knows before drafting how much of each block is right, drafts where that wins, and verifies no wrong draft.
 
-    Best for the step at hand: with the n most successful blocks drafted, tokens per second are
-    (S + matched) / (draft_s(n) + verify_s(S + matched)), without the time of prompts; the best n is taken.
+    Best for the step at hand: with k drafts each of the n most successful blocks, tokens per second are
+    (S + matched) / (draft_s(n, k) + verify_s(S + matched)), without the time of prompts; the best n and k are taken.
     """
 
     name = "oracle"
 
     def select(self, batch: DecodingBatch) -> IntArray:
-        """Return those whose right drafts are worth the draft step."""
+        """Return the right drafts that are worth the draft step."""
         useful = np.minimum(batch.num_matched, batch.caps)
         order = np.argsort(-useful, kind="stable")
         order = order[useful[order] > 0]
-        gained = np.concatenate(([0], np.cumsum(useful[order])))
-        decoding_s = batch.demand.decoding_s(np.arange(len(order) + 1), gained)
-        best = int(np.argmax((len(batch.caps) + gained) / decoding_s))
-        return np.sort(order[:best])
+        chosen, best_rate = np.zeros_like(useful), 0.0
+        for num_drafts in range(1, int(useful.max(initial=0)) + 1):
+            lens = np.minimum(useful, num_drafts)
+            gained = np.concatenate(([0], np.cumsum(lens[order])))
+            decoding_s = batch.demand.decoding_s(np.arange(len(order) + 1), gained, num_drafts)
+            rates = (len(batch.caps) + gained) / decoding_s
+            best = int(np.argmax(rates))
+            if rates[best] > best_rate:
+                best_rate, chosen = float(rates[best]), np.zeros_like(useful)
+                chosen[order[:best]] = lens[order[:best]]
+        return chosen
 
-    def choose(self, batch: DecodingBatch, drafting: IntArray) -> list[int]:
+    def choose(self, batch: DecodingBatch, drafting: IntArray, num_drafts: int) -> list[int]:
         """Return the right ones."""
-        lens: list[int] = np.minimum(batch.num_matched, batch.caps)[drafting].tolist()
+        lens: list[int] = np.minimum(batch.num_matched, batch.caps)[drafting].clip(max=num_drafts).tolist()
         return lens
 
 
-def _candidates(batch: DecodingBatch, rows: IntArray) -> list[Candidate]:
+def _candidates(batch: DecodingBatch, rows: IntArray, caps: IntArray) -> list[Candidate]:
     """Return greedy sequences with one version of the drafter."""
-    return [Candidate(batch.keys[i], 0, 0, int(batch.caps[i])) for i in rows.tolist()]
+    return [Candidate(batch.keys[i], 0, 0, int(caps[i])) for i in rows.tolist()]
 
 
 def _load(batch: DecodingBatch) -> StepLoad:

@@ -74,24 +74,26 @@ class RooflineCosts:
         logits = self._logits(model.hidden_size, model.vocab_size, rows + prefill.num_seqs)
         return np.asarray(self._device.fixed_s + model.num_layers * layer + logits)
 
-    def draft_s(self, num_seqs: IntArray, num_context: IntArray | int) -> FloatArray:
-        """Return the seconds of a draft step, 0 where nothing is drafted.
+    def draft_s(self, num_seqs: IntArray, num_context: IntArray | int, num_drafts: IntArray | int) -> FloatArray:
+        """Return the seconds of a draft step, 0 where nothing is drafted; arguments broadcast.
 
         Args:
-            num_seqs: [N] drafting sequences.
-            num_context: [N] or one number: tokens in the drafter's cache that are read, of all sequences together.
+            num_seqs: Drafting sequences.
+            num_context: Tokens in the drafter's cache that are read, of all sequences together.
+            num_drafts: Drafts of each sequence.
         """
         drafter = self._model.drafter
         seqs = np.asarray(num_seqs, dtype=np.float64)
-        rows = seqs * drafter.draft_block_size
-        pairs = drafter.draft_block_size * (np.asarray(num_context) + rows)
+        width = np.asarray(num_drafts) + 1
+        rows = seqs * width
+        pairs = width * (np.asarray(num_context) + rows)
         layer = (
             self._linear(attention_weights(drafter), rows, _attention_values(drafter))
             + self._mlp(drafter, rows)
             + self._bytes_s(_NORM_VALUES * drafter.hidden_size * rows)
             + self._attention(drafter, np.asarray(num_context) + rows, pairs)
         )
-        logits = self._logits(drafter.hidden_size, drafter.vocab_size, seqs * drafter.num_drafts)
+        logits = self._logits(drafter.hidden_size, drafter.vocab_size, seqs * (width - 1))
         seconds = self._device.draft_fixed_s + drafter.num_layers * layer + logits
         return np.where(seqs > 0, seconds, 0.0)
 

@@ -169,9 +169,9 @@ class Simulation:
         plan = self._plan()
         demand = self._demand(plan)
         batch = _batch(plan, demand)
-        rounds, drafting = self._speculate(batch)
+        rounds, drafting, num_drafts = self._speculate(batch)
         num_verified = sum(r.num_verified for r in rounds)
-        elapsed_s = float(demand.step_s(np.array([len(drafting)]), np.array([num_verified]))[0])
+        elapsed_s = float(demand.step_s(np.array([len(drafting)]), np.array([num_verified]), num_drafts)[0])
         elapsed_s += self._catch_up(plan.decoding, drafting)
         self.now_s += elapsed_s
         tally.add_step(elapsed_s, len(plan.decoding), len(drafting))
@@ -187,17 +187,21 @@ class Simulation:
                 tally.add_first_token()
                 self._emit(request, 1, tally)
 
-    def _speculate(self, batch: DecodingBatch) -> tuple[list[_Round], IntArray]:
-        """Return every sequence's round, and the indices of those that drafted."""
+    def _speculate(self, batch: DecodingBatch) -> tuple[list[_Round], IntArray, int]:
+        """Return every sequence's round, the indices of those that drafted, and how much each drafted."""
         lens = np.zeros(len(batch.keys), dtype=np.int64)
-        drafting = self.policy.select(batch) if batch.keys else np.empty(0, dtype=np.int64)
+        most = self.policy.select(batch) if batch.keys else lens
+        drafting = np.flatnonzero(most > 0)
+        num_drafts = self.num_drafts if self.policy.needs_whole_blocks else int(most.max(initial=0))
         if len(drafting):
-            lens[drafting] = self.policy.choose(batch, drafting)
-            assert bool((lens <= batch.caps).all()), f"policy {self.policy.name} keeps to its caps"
+            lens[drafting] = self.policy.choose(batch, drafting, num_drafts)
+            caps = np.minimum(batch.caps, num_drafts)
+            assert bool((lens <= caps).all()), f"policy {self.policy.name} keeps to its caps"
         accepted = np.minimum(lens, batch.num_matched)
         if len(drafting):
             self.policy.observe(accepted[drafting].tolist())
-        return [_Round(*pair) for pair in zip(lens.tolist(), accepted.tolist(), strict=True)], drafting
+        rounds = [_Round(*pair) for pair in zip(lens.tolist(), accepted.tolist(), strict=True)]
+        return rounds, drafting, num_drafts
 
     def _catch_up(self, decoding: list[_Request], drafting: IntArray) -> float:
         """Return the seconds of writing the context that drafting sequences put off while they decoded plainly."""

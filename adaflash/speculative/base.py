@@ -14,14 +14,14 @@ from adaflash.ops.metadata import PackedBatch, SamplingMetadata
 
 @dataclass(frozen=True)
 class DraftBlock:
-    """Drafts of one step for S sequences; K = draft_block_size - 1.
+    """Drafts of one step for S sequences; k is what was asked for, at most K = draft_block_size - 1.
 
     Attributes:
-        token_ids: [S, K] int64, ids of the target's vocabulary; column k follows the anchor by k + 1 positions.
-        logits: [S, K, Vd] the tokens were drawn from, penalties and bias not applied; kept only on request.
-        confidence: [S, K] fp32 in (0, 1], the largest probability of each draft distribution: a property of the
+        token_ids: [S, k] int64, ids of the target's vocabulary; column i follows the anchor by i + 1 positions.
+        logits: [S, k, Vd] the tokens were drawn from, penalties and bias not applied; kept only on request.
+        confidence: [S, k] fp32 in (0, 1], the largest probability of each draft distribution: a property of the
             distribution, not of the drawn token, so that cutting by it is lossless under either coupling.
-        hidden: [S, W, H] drafter states after its final norm; input of the length head.
+        hidden: [S, k + 1, H] drafter states after its final norm; input of the length head when k is K.
     """
 
     token_ids: Tensor
@@ -43,7 +43,7 @@ class Drafter(ABC):
 
     Attributes:
         version: Number of the weights being served; 0 is what came with the checkpoint.
-        draft_block_size: W, anchor included; trained, never changed at run time.
+        draft_block_size: W, anchor included: how wide blocks are that the weights were trained with, and at most.
         mask_token_id: Filler of the draft block; never proposed as a draft.
         tap_layer_ids: Target layers i whose output (HF `hidden_states[i + 1]`) feeds the context.
         max_position_embeddings: A block may not reach past this; beyond it a request decodes plainly.
@@ -80,11 +80,11 @@ class Drafter(ABC):
     def propose(
         self, batch: PackedBatch, kv_: KVCache, sampling: SamplingMetadata, keep_logits: bool = False
     ) -> DraftBlock:
-        """Draft K tokens per sequence in one forward.
+        """Draft k tokens per sequence in one forward, 1 <= k <= K (docs/adr/0009-narrow-drafts.md).
 
         Args:
-            batch: S sequences of exactly W tokens, `[anchor, mask x K]`; seq_lens count context + W.
+            batch: S sequences of exactly k + 1 tokens, `[anchor, mask x k]`; seq_lens count context + k + 1.
             kv_: The drafter's cache; the block's own K/V go to the lookahead slots of `batch.slot_mapping`.
-            sampling: [S * K] rows, row s * K + k decides the draft k of sequence s.
+            sampling: [S * k] rows, row s * k + i decides draft i of sequence s.
             keep_logits: Whether `DraftBlock.logits` is needed (coupling `rejection`).
         """

@@ -15,8 +15,8 @@ class DraftSignals:
     """What the policies may look at, for S drafting sequences.
 
     Attributes:
-        confidence: [S][K] largest probability of each draft distribution.
-        length_ratio: [S] predicted (accepted + 1) / W of the length head; None without one.
+        confidence: [S][k] largest probability of each draft distribution; k <= K drafts were made.
+        length_ratio: [S] predicted (accepted + 1) / W of the length head; None without one, and when k < K.
     """
 
     confidence: list[list[float]]

@@ -38,15 +38,16 @@ class StepCosts(Protocol):
         """
         ...
 
-    def draft_s(self, num_seqs: IntArray, num_context: int) -> FloatArray:
+    def draft_s(self, num_seqs: IntArray, num_context: int, num_drafts: IntArray | int) -> FloatArray:
         """Return the seconds of a draft forward.
 
         Args:
-            num_seqs: [n] drafting sequences.
+            num_seqs: Drafting sequences, of any shape.
             num_context: KV tokens of earlier steps that it reads, all sequences together.
+            num_drafts: Drafts of each, of a shape that broadcasts with `num_seqs`.
 
         Returns:
-            [n]; 0 where nothing drafts, infinite where nothing can be drafted at all.
+            One for each pair; 0 where nothing drafts, infinite where nothing can be drafted at all.
         """
         ...
 
@@ -74,7 +75,7 @@ class CostModel:
 
     Args:
         verify: Over packed tokens.
-        draft: Over drafting sequences; None where nothing can be drafted.
+        draft: Over rows of draft blocks, anchors included; None where nothing can be drafted.
     """
 
     def __init__(self, verify: CostTable, draft: CostTable | None) -> None:
@@ -86,17 +87,17 @@ class CostModel:
 
     @staticmethod
     def from_samples(
-        verify: Sequence[CostSample], draft: Sequence[CostSample], max_num_tokens: int, max_num_seqs: int
+        verify: Sequence[CostSample], draft: Sequence[CostSample], max_num_tokens: int, max_draft_rows: int
     ) -> CostModel:
         """Fit a model to measured forwards.
 
         Args:
             verify: At least one; `size` is the packed tokens.
-            draft: `size` is the drafting sequences, `num_seqs` 0; empty where nothing can be drafted.
+            draft: `size` is the rows of all blocks, `num_seqs` 0; empty where nothing can be drafted.
             max_num_tokens: Most tokens a step may pack.
-            max_num_seqs: Most sequences that may draft.
+            max_draft_rows: Most rows of a draft forward.
         """
-        draft_table = CostTable.fit(draft, max_num_seqs) if draft else None
+        draft_table = CostTable.fit(draft, max_draft_rows) if draft else None
         return CostModel(CostTable.fit(verify, max_num_tokens), draft_table)
 
     @property
@@ -108,20 +109,21 @@ class CostModel:
         """See `StepCosts.verify_s`."""
         return self._verify.seconds(num_tokens, num_seqs, num_context) * self.load
 
-    def draft_s(self, num_seqs: IntArray, num_context: int) -> FloatArray:
+    def draft_s(self, num_seqs: IntArray, num_context: int, num_drafts: IntArray | int) -> FloatArray:
         """See `StepCosts.draft_s`."""
+        rows = num_seqs * (num_drafts + 1)
         if self._draft is None:
-            return np.where(num_seqs > 0, np.inf, 0.0)
-        return np.where(num_seqs > 0, self._draft.seconds(num_seqs, 0, num_context) * self.load, 0.0)
+            return np.where(rows > 0, np.inf, 0.0)
+        return np.where(rows > 0, self._draft.seconds(rows, 0, num_context) * self.load, 0.0)
 
     def observe_verify(self, num_seqs: int, num_tokens: int, num_context: int, seconds: float) -> None:
         """Learn from a step: what it packed, and the seconds of everything but drafting."""
         self._observe(self._verify, num_tokens, num_seqs, num_context, seconds)
 
-    def observe_draft(self, num_seqs: int, num_context: int, seconds: float) -> None:
-        """Learn from a draft forward of `num_seqs` sequences."""
+    def observe_draft(self, num_rows: int, num_context: int, seconds: float) -> None:
+        """Learn from a draft forward of so many rows, anchors included."""
         assert self._draft is not None, "what has drafted was profiled drafting"
-        self._observe(self._draft, num_seqs, 0, num_context, seconds)
+        self._observe(self._draft, num_rows, 0, num_context, seconds)
 
     def to_json(self) -> dict[str, object]:
         """Return what was profiled and learned as plain JSON values; the load is of the moment and left out."""

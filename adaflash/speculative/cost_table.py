@@ -22,7 +22,7 @@ class CostSample(NamedTuple):
     """One measured forward.
 
     Attributes:
-        size: What the table runs over: packed tokens, or sequences of a draft.
+        size: What the table runs over: packed tokens of a target forward, or rows of a draft forward.
         num_seqs: Sequences, where they cost beside the size; else 0.
         num_context: KV tokens of earlier steps that it read, all sequences together.
         seconds: How long it took.
@@ -96,7 +96,7 @@ class CostTable:
         return CostTable(knots, inside + beyond * _last_slope(sizes, fitted), per_seq_s, per_context_s)
 
     def seconds(self, sizes: IntArray, num_seqs: int, num_context: int) -> FloatArray:
-        """Return the seconds at `sizes` [n] -> [n], > 0."""
+        """Return the seconds at `sizes`, of any shape, > 0."""
         known = np.empty(len(self._knots_and_far))
         np.add(self.base_s, self.per_seq_s * num_seqs + self.per_context_s * num_context, out=known[:-1])
         known[:-1] *= self._factors

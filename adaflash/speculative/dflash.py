@@ -25,7 +25,7 @@ from adaflash.speculative.length_head import ThresholdLengthHead
 
 
 class DFlashDrafter(Drafter, nn.Module):
-    """Drafts W - 1 tokens per sequence from a block [anchor, mask x (W - 1)].
+    """Drafts up to W - 1 tokens per sequence from a block [anchor, mask x (w - 1)], w <= W.
 
     Weights are uninitialised until loaded; `rebuild_fused` must follow every change of them.
 
@@ -107,10 +107,11 @@ class DFlashDrafter(Drafter, nn.Module):
         self, batch: PackedBatch, kv_: KVCache, sampling: SamplingMetadata, keep_logits: bool = False
     ) -> DraftBlock:
         """See `Drafter.propose`."""
-        num_seqs, width = batch.num_seqs, self.draft_block_size
-        assert all(query_len == width for query_len in batch.query_lens_cpu), "a draft block has W rows per sequence"
-        hidden = self._forward_block(batch, kv_).view(num_seqs, width, -1)  # [S, W, H]
-        logits = self.draft_logits(hidden[:, 1:].flatten(0, 1))  # [S * K, Vd]
+        num_seqs, width = batch.num_seqs, batch.query_lens_cpu[0]
+        assert 2 <= width <= self.draft_block_size, f"a block has 2 to {self.draft_block_size} rows, not {width}"
+        assert all(query_len == width for query_len in batch.query_lens_cpu), "all blocks of a forward are equally wide"
+        hidden = self._forward_block(batch, kv_).view(num_seqs, width, -1)  # [S, w, H]
+        logits = self.draft_logits(hidden[:, 1:].flatten(0, 1))  # [S * (w - 1), Vd]
         if sampling.column_token_ids is None and self.column_token_ids is not None:
             sampling = dataclasses.replace(sampling, column_token_ids=self.column_token_ids)
         columns = self.backend.sample(logits, sampling)
@@ -123,11 +124,11 @@ class DFlashDrafter(Drafter, nn.Module):
         )
 
     def _forward_block(self, batch: PackedBatch, kv_: KVCache) -> Tensor:
-        """Run the layers over packed blocks and return the normed states [S * W, H]; writes the lookahead slots."""
+        """Run the layers over packed blocks and return the normed states [S * w, H]; writes the lookahead slots."""
         cos, sin = self.rotary.cos_sin(batch.positions)
         meta = self.backend.attention_metadata(batch)
         scale = self.head_dim**-0.5
-        hidden = self.embed(batch.token_ids)  # [S * W, H]
+        hidden = self.embed(batch.token_ids)  # [S * w, H]
         for layer, k_cache, v_cache in zip(self.layers, kv_.k, kv_.v, strict=True):
             assert isinstance(layer, DrafterLayer), "the drafter's layers are DrafterLayers"
             q, k, v = layer.block_inputs(hidden, cos, sin)

@@ -18,12 +18,12 @@ _LATER_WEIGHT = 2.0
 
 
 class Prospect(NamedTuple):
-    """What a draft of each of n sequences can be expected to bring.
+    """What a draft of each of n sequences can be expected to bring, for m lengths of drafts.
 
     Attributes:
-        surplus: [n] expected accepted tokens beyond what verifying them costs, in tokens.
-        tokens: [n] expected accepted tokens.
-        rows: [n] expected drafts verified.
+        surplus: [m, n] expected accepted tokens beyond what verifying them costs, in tokens.
+        tokens: [m, n] expected accepted tokens.
+        rows: [m, n] expected drafts verified.
     """
 
     surplus: FloatArray
@@ -130,7 +130,7 @@ class DraftHistory:
             self._own.num_added[slot] = 0
             self._free.append(slot)
 
-    def prospect(self, keys: list[int], classes: IntArray, caps: IntArray, price: float) -> Prospect:
+    def prospect(self, keys: list[int], classes: IntArray, caps: IntArray, price: float, lengths: IntArray) -> Prospect:
         """Return what drafts are expected to bring; nothing where no draft of the class is known.
 
         Args:
@@ -138,9 +138,10 @@ class DraftHistory:
             classes: [n] their temperature classes.
             caps: [n] most drafts each may verify.
             price: Tokens that verifying one draft costs.
+            lengths: [m] numbers of drafts to weigh, increasing, at most K.
         """
         slots = np.array([self._slots.get(key, -1) for key in keys])
-        out = np.empty((3, len(keys)))
+        out = np.empty((3, len(lengths), len(keys)))
         _prospects(
             self._own.survival,
             self._own.num_added,
@@ -152,13 +153,14 @@ class DraftHistory:
             classes,
             caps,
             price,
+            lengths,
             out,
         )
         return Prospect(*out)
 
-    def surplus_after_first(self, kind: int, price: float) -> FloatArray:
+    def surplus_after_first(self, kind: int, price: float, num_drafts: int) -> FloatArray:
         """Return what sequences may be expected to gain per draft, seeing their first, for the last of a class, [m]."""
-        first, later = (_known_surplus(ring, kind, price) for ring in (self._first, self._later))
+        first, later = (_known_surplus(ring, kind, price, num_drafts) for ring in (self._first, self._later))
         if not len(later):
             return first
         expected: FloatArray = (first + _LATER_WEIGHT * later.mean()) / (1 + _LATER_WEIGHT)
@@ -172,8 +174,8 @@ class DraftHistory:
         return self._free.pop()
 
 
-def _known_surplus(ring: _Ring, kind: int, price: float) -> FloatArray:
-    known = ring.survival[kind, : ring.num_known[kind]]
+def _known_surplus(ring: _Ring, kind: int, price: float, num_drafts: int) -> FloatArray:
+    known = ring.survival[kind, : ring.num_known[kind], :num_drafts]
     surplus: FloatArray = np.maximum(known - price, 0.0).sum(axis=1)
     return surplus
 
@@ -183,7 +185,7 @@ _DRAFTS, _COUNTS, _INTS = "float64[:, :, ::1]", "int64[::1]", "int64[::1]"
 
 @compiled(
     f"void({_DRAFTS}, {_COUNTS}, {_DRAFTS}, {_COUNTS}, {_DRAFTS}, {_COUNTS}, {_INTS}, {_INTS}, {_INTS}, float64, "
-    "float64[:, ::1])"
+    "int64[::1], float64[:, :, ::1])"
 )
 def _prospects(
     own: FloatArray,
@@ -196,9 +198,10 @@ def _prospects(
     classes: IntArray,
     caps: IntArray,
     price: float,
+    lengths: IntArray,
     prospect_: FloatArray,
 ) -> None:
-    """Write surplus, tokens and rows of each sequence, [3, n]; a draft verifies what is above the price.
+    """Write surplus, tokens and rows of each length and sequence; a draft verifies what is above the price.
 
     Args:
         own: [slots, H, K] survivals of drafts of sequences.
@@ -211,11 +214,14 @@ def _prospects(
         classes: [n].
         caps: [n] most drafts verified.
         price: Tokens that verifying one draft costs.
-        prospect_: [3, n].
+        lengths: [m] increasing.
+        prospect_: [3, m, n].
     """
+    tokens, rows = np.empty(own.shape[2]), np.empty(own.shape[2])  # of each position
     for i in range(len(slots)):
         kind, cap, slot = classes[i], caps[i], slots[i]
-        weight, tokens, rows = 0.0, 0.0, 0.0
+        weight = 0.0
+        tokens[:], rows[:] = 0.0, 0.0
         for source in range(2):  # its own drafts, or first drafts of others; then later drafts of others
             if source == 0:
                 drafts = own[slot] if slot >= 0 else first[kind]
@@ -228,10 +234,16 @@ def _prospects(
                 for k in range(cap):
                     if drafts[h, k] <= price:
                         break
-                    tokens += each * drafts[h, k]
-                    rows += each
+                    tokens[k] += each * drafts[h, k]
+                    rows[k] += each
             weight += each * count
         scale = 1.0 / weight if weight > 0 else 0.0
-        prospect_[0, i] = (tokens - price * rows) * scale
-        prospect_[1, i] = tokens * scale
-        prospect_[2, i] = rows * scale
+        done, sum_tokens, sum_rows = 0, 0.0, 0.0
+        for j in range(len(lengths)):
+            for k in range(done, lengths[j]):
+                sum_tokens += tokens[k] * scale
+                sum_rows += rows[k] * scale
+            done = lengths[j]
+            prospect_[0, j, i] = sum_tokens - price * sum_rows
+            prospect_[1, j, i] = sum_tokens
+            prospect_[2, j, i] = sum_rows

@@ -17,8 +17,10 @@ import numpy as np
 from adaflash.speculative.allocation import FloatArray, IntArray, allocate
 from adaflash.speculative.budget import DraftSignals
 from adaflash.speculative.cost_model import StepCosts
-from adaflash.speculative.draft_history import DraftHistory, Prospect
+from adaflash.speculative.cost_table import knots_up_to
+from adaflash.speculative.draft_history import DraftHistory
 from adaflash.speculative.survival import NUM_TEMPERATURE_CLASSES, SurvivalModel
+from adaflash.speculative.typical_signals import TypicalSignals
 
 # Drafting begins when it is expected to bring this much more than it costs, and goes on while it brings that: no
 # flapping, and the best of many uncertain prospects is worth less than it seems.
@@ -35,6 +37,8 @@ _HORIZON = 16  # a sequence that turns out to gain is expected to draft so often
 _FIRST_ROWS = 2.0  # drafts verified per sequence that drafts, before anything is known
 _ROWS_MEMORY = 0.7
 _ITERATIONS = 2
+_PROBE_DRAFTS = 3  # of a block that only probes
+_WHOLE_BLOCK_STEPS = 16  # of steps with drafts, every so-manieth drafts whole blocks, to know what narrow ones miss
 # Caution multiplies the costs of drafting and verifying. It grows while steps with drafts commit fewer tokens than
 # plain decoding would have in their time, whatever costs and survival promised; it shrinks while they gain, or are not
 # tried.
@@ -83,16 +87,17 @@ class StepLoad(NamedTuple):
 
 class _Drafted(NamedTuple):
     candidates: list[Candidate]
-    signals: DraftSignals
+    confidence: FloatArray  # [n, K]
+    length_ratio: FloatArray | None  # [n]
     num_verified: list[int]
 
 
 class GoodputPolicy:
     """Maximises expected committed tokens per second, for all sequences together.
 
-    Before drafting, `select` weighs what past drafts promised against the cost of a draft forward; where plain decoding
-    wins nothing is drafted, but for probes, whose cost is bounded. After drafting, `choose` splits the rows by the
-    calibrated survival of these very drafts. `observe` and `end_step` close the loop.
+    Before drafting, `select` weighs what past drafts promised against the cost of a draft forward, for blocks of every
+    width; where plain decoding wins nothing is drafted, but for probes, whose cost is bounded. After drafting, `choose`
+    splits the rows by the calibrated survival of these very drafts. `observe` and `end_step` close the loop.
 
     Args:
         costs: Seconds of steps; refined by whoever measures them.
@@ -112,6 +117,10 @@ class GoodputPolicy:
         self._num_positions = num_positions
         self._models: dict[int, SurvivalModel] = {}  # by version, the one used last at the end
         self._history = DraftHistory(num_positions, NUM_TEMPERATURE_CLASSES)
+        self._typical = TypicalSignals(num_positions, NUM_TEMPERATURE_CLASSES)
+        self._lengths = _draft_lengths(num_positions)
+        self._num_drafts = min(_PROBE_DRAFTS, num_positions)  # of each block, this step
+        self._steps_to_whole = 0
         self._rows = _FIRST_ROWS
         self._caution, self._gain = 1.0, 0.0
         self._probe_success = 1.0
@@ -127,21 +136,27 @@ class GoodputPolicy:
 
     # ---- who drafts ------------------------------------------------------------------------------------------
 
-    def select(self, candidates: list[Candidate], load: StepLoad) -> list[bool]:
-        """Return which sequences draft in this step."""
+    def select(self, candidates: list[Candidate], load: StepLoad) -> list[int]:
+        """Return how many drafts each sequence makes in this step at most; 0 where it does not draft.
+
+        All blocks of a step are as wide as the largest of these.
+        """
         able = [c for c in candidates if c.max_drafts > 0]
         self._num_steps += 1
+        self._num_drafts = min(_PROBE_DRAFTS, self._num_positions)
         self._probes = self._due_for_trial(able, load)
         keys = [c.key for c in able]
         self._idle_steps = self._idle_steps + 1 if keys == self._idle_keys else 0
         is_settled = not self._probes and 0 < self._idle_steps < _RECONSIDER_STEPS and self._credit_s < self._probe_s
         if not able or is_settled:
-            return [False] * len(candidates)
+            return [0] * len(candidates)
         chosen = self._profitable(able, load) | self._probes
         chosen |= self._worth_a_look([c for c in able if c.key not in chosen], len(chosen), load)
         chosen |= self._pick_probes([c for c in able if c.key not in chosen], len(chosen), load)
         self._idle_steps, self._idle_keys = 0, [] if chosen else keys
-        return [c.key in chosen for c in candidates]
+        if chosen and self._steps_to_whole <= 0 and load.max_step_s == math.inf:
+            self._num_drafts = self._num_positions
+        return [min(c.max_drafts, self._num_drafts) if c.key in chosen else 0 for c in candidates]
 
     def _due_for_trial(self, able: list[Candidate], load: StepLoad) -> set[int]:
         due = {c.key for c in able if c.is_on_trial and (c.key + self._num_steps) % _TRIAL_STEPS == 0}
@@ -154,26 +169,29 @@ class GoodputPolicy:
 
         A set D with rows B gains iff (S + tokens(D)) / (t_draft(D) + t_verify(B)) > rate, that is surplus(D) =
         tokens(D) - rate * (t_verify(B) - t_verify(0)) > rate * t_draft(D). Once with the rate of plain decoding, which
-        decides whether drafting wins, then with the rate of the best set, which decides its size (Dinkelbach).
+        decides whether drafting wins, then with the rate of the best set, which decides its size (Dinkelbach). The
+        width of the blocks is chosen with the set: a narrow one costs less and promises less.
         """
         keys = [c.key for c in able]
         classes, caps = _arrays(able)
-        plain_s, draft_s = self._plain_s(load), self._draft_s(np.arange(1, len(able) + 1), load)
-        rate = self._plain_rate(load)
+        plain_s, rate = self._plain_s(load), self._plain_rate(load)
+        draft_s = self.costs.draft_s(np.arange(1, len(able) + 1), load.num_context, self._lengths[:, None])  # [m, n]
         is_short = draft_s + plain_s <= load.max_step_s
         margin = _STAY_MARGIN if self.is_drafting else _START_MARGIN
         chosen: set[int] = set()
         for _ in range(_ITERATIONS):
-            prospect = self._history.prospect(keys, classes, caps, self._price(rate, len(able), load))
-            order = np.argsort(-prospect.surplus, kind="stable")
+            prospect = self._history.prospect(keys, classes, caps, self._price(rate, len(able), load), self._lengths)
+            order = np.argsort(-prospect.surplus, axis=1, kind="stable")  # [m, n]
             cost = margin * self._caution * rate * draft_s
-            gain = np.where(is_short, np.cumsum(prospect.surplus[order]) - cost, -np.inf)
-            best = int(np.argmax(gain))
-            if gain[best] <= 0:
+            promised = np.cumsum(np.take_along_axis(prospect.surplus, order, axis=1), axis=1)
+            gain = np.where(is_short, promised - cost, -np.inf)
+            length, last = divmod(int(np.argmax(gain)), len(able))
+            if gain[length, last] <= 0:
                 break
-            taken = order[: best + 1]
-            chosen = {keys[i] for i in taken}
-            rate, margin = self._rate(prospect, taken, plain_s, float(draft_s[best]), load), 1.0
+            taken = order[length, : last + 1]
+            chosen, self._num_drafts = {keys[i] for i in taken}, int(self._lengths[length])
+            tokens, rows = float(prospect.tokens[length, taken].sum()), float(prospect.rows[length, taken].sum())
+            rate, margin = self._rate(tokens, rows, plain_s, float(draft_s[length, last]), load), 1.0
         self.is_drafting = bool(chosen)
         return chosen
 
@@ -195,19 +213,18 @@ class GoodputPolicy:
         price = self._price(rate, len(new), load)
         worth: set[int] = set()
         for kind in {c.temperature_class for c in new}:
-            surplus = self._history.surplus_after_first(kind, price)
+            surplus = self._history.surplus_after_first(kind, price, self._num_drafts)
             if len(surplus):
                 gain = float(np.maximum(surplus - share, 0.0).mean())
                 alike = [c for c in new if c.temperature_class == kind]
                 worth |= {c.key for c in alike if gain * min(_HORIZON, c.max_drafts * 2) > share}
         return worth
 
-    def _rate(self, prospect: Prospect, taken: IntArray, plain_s: float, draft_s: float, load: StepLoad) -> float:
-        rows = np.array([load.num_tokens + round(float(prospect.rows[taken].sum()))])
-        verify_s = float(self.costs.verify_s(load.num_seqs, rows, load.num_context)[0])
-        tokens = load.num_decoding + float(prospect.tokens[taken].sum())
+    def _rate(self, tokens: float, rows: float, plain_s: float, draft_s: float, load: StepLoad) -> float:
+        num_tokens = np.array([load.num_tokens + round(rows)])
+        verify_s = float(self.costs.verify_s(load.num_seqs, num_tokens, load.num_context)[0])
         seconds = draft_s + max(verify_s, plain_s) - self._prefill_s(load)
-        return max(tokens / seconds, self._plain_rate(load))
+        return max((load.num_decoding + tokens) / seconds, self._plain_rate(load))
 
     def _price(self, rate: float, num_drafting: int, load: StepLoad) -> float:
         """Return the tokens that verifying one draft costs, if as many are verified as lately."""
@@ -227,7 +244,7 @@ class GoodputPolicy:
         row_s = self._price(load.num_decoding / plain_s, len(order), load) * plain_s / load.num_decoding
         cost_s = draft_s[1:] - draft_s[0] + row_s * np.arange(1, len(order) + 1)
         is_short = draft_s[1:] + plain_s <= load.max_step_s
-        is_free = self._num_drafts < _NUM_FREE_PROBES
+        is_free = self._num_known < _NUM_FREE_PROBES
         self._probe_s = 0.0 if is_free else float(cost_s[0])
         count = int((((cost_s <= self._credit_s) | is_free) & is_short).sum())
         if count == 0:
@@ -242,8 +259,12 @@ class GoodputPolicy:
     def choose(self, signals: DraftSignals, drafting: list[Candidate], load: StepLoad) -> list[int]:
         """Return how many drafts each of `drafting` verifies; a probe verifies some whatever they promise."""
         classes, caps = _arrays(drafting)
-        survival = self._predict(signals, drafting, classes)
-        self._history.add([c.key for c in drafting], classes, survival, *_signals(signals))
+        self._num_drafts = len(signals.confidence[0])
+        is_whole = self._num_drafts == self._num_positions
+        self._steps_to_whole = _WHOLE_BLOCK_STEPS if is_whole else self._steps_to_whole - 1
+        confidence, ratio = self._typical.complete(signals, classes)
+        survival = self._predict(confidence, ratio, drafting, classes)
+        self._history.add([c.key for c in drafting], classes, survival, confidence, ratio)
         budgets = load.num_tokens + np.arange(int(caps.sum()) + 1)
         verify_s = self.costs.verify_s(load.num_seqs, budgets, load.num_context)
         whole_s = verify_s + self._draft_s(np.array([len(drafting)]), load)
@@ -262,7 +283,7 @@ class GoodputPolicy:
         self._rows = _ROWS_MEMORY * self._rows + (1 - _ROWS_MEMORY) * sum(lens) / len(lens)
         self.expected_tokens = [float(row[:n].sum()) for row, n in zip(survival, lens, strict=True)]
         self._judge_probes(survival, drafting, load)
-        self._drafted = _Drafted(drafting, signals, lens)
+        self._drafted = _Drafted(drafting, confidence, ratio, lens)
         return lens
 
     def _probed_rows(self, num_drafting: int, load: StepLoad) -> int:
@@ -270,7 +291,7 @@ class GoodputPolicy:
         rate = self._plain_rate(load)
         row_s = self._price(rate, num_drafting, load) / rate
         draft_s = float(self._draft_s(np.array([num_drafting]), load)[0]) / num_drafting
-        return max(1, min(self._num_positions, int(_PROBED_ROWS * draft_s / max(row_s, 1e-12))))
+        return max(1, min(self._num_drafts, int(_PROBED_ROWS * draft_s / max(row_s, 1e-12))))
 
     def _judge_probes(self, survival: FloatArray, drafting: list[Candidate], load: StepLoad) -> None:
         """Probe more while probes find what pays."""
@@ -279,13 +300,14 @@ class GoodputPolicy:
         rows = [i for i, c in enumerate(drafting) if c.key in self._probes]
         rate = self._plain_rate(load)
         price = self._price(rate, len(rows), load)
-        surplus = np.maximum(survival[rows] - price, 0.0).sum(axis=1)
+        surplus = np.maximum(survival[rows, : self._num_drafts] - price, 0.0).sum(axis=1)
         per_draft = rate * float(self._draft_s(np.array([len(drafting)]), load)[0]) / len(drafting)
         success = float((surplus > per_draft).mean())
         self._probe_success = _PROBE_MEMORY * self._probe_success + (1 - _PROBE_MEMORY) * success
 
-    def _predict(self, signals: DraftSignals, drafting: list[Candidate], classes: IntArray) -> FloatArray:
-        confidence, ratio = _signals(signals)
+    def _predict(
+        self, confidence: FloatArray, ratio: FloatArray | None, drafting: list[Candidate], classes: IntArray
+    ) -> FloatArray:
         survival = np.empty_like(confidence)
         for version, rows in _by_version(drafting):
             part = None if ratio is None else ratio[rows]
@@ -318,7 +340,7 @@ class GoodputPolicy:
         drafted, self._drafted = self._drafted, None
         assert drafted is not None, "verify results follow a choice"
         classes, _ = _arrays(drafted.candidates)
-        confidence, ratio = _signals(drafted.signals)
+        confidence, ratio = drafted.confidence, drafted.length_ratio
         verified, accepted = np.array(drafted.num_verified), np.array(num_accepted)
         if len(self._probes) < len(accepted):
             self._num_accepted = int(accepted.sum())
@@ -334,8 +356,9 @@ class GoodputPolicy:
     def end_step(self, elapsed_s: float, load: StepLoad) -> None:
         """Compare a step with plain decoding, and grant a share of its time to probing."""
         self._compare(elapsed_s, load)
-        most = float(self._draft_s(np.array([max(1, load.num_decoding)]), load)[0]) + self._plain_s(load)
-        novelty = _NOVELTY ** max(0, self._num_drafts - _NUM_FREE_PROBES)
+        count = np.array([max(1, load.num_decoding)])
+        most = float(self.costs.draft_s(count, load.num_context, self._num_positions)[0]) + self._plain_s(load)
+        novelty = _NOVELTY ** max(0, self._num_known - _NUM_FREE_PROBES)
         share = _LEAST_PROBING + _SUCCESS_PROBING * self._probe_success + _NEW_PROBING * novelty
         self._credit_s = min(self._credit_s + share * elapsed_s, most)
 
@@ -356,7 +379,7 @@ class GoodputPolicy:
         self._history.forget(key)
 
     @property
-    def _num_drafts(self) -> int:
+    def _num_known(self) -> int:
         """Drafts that the version used last is known by."""
         return self._latest.num_drafts if self._models else 0
 
@@ -374,17 +397,19 @@ class GoodputPolicy:
         return load.num_decoding / (self._plain_s(load) - self._prefill_s(load))
 
     def _draft_s(self, num_drafting: IntArray, load: StepLoad) -> FloatArray:
-        return self.costs.draft_s(num_drafting, load.num_context)
+        """Return the seconds of a draft forward as wide as this step's."""
+        return self.costs.draft_s(num_drafting, load.num_context, self._num_drafts)
+
+
+def _draft_lengths(num_positions: int) -> IntArray:
+    """Return the numbers of drafts that are weighed: 1, 2, 3, 5, 7, 11, 15, 23 ... below K, and K."""
+    knots = [knot - 1 for knot in knots_up_to(num_positions + 1) if knot > 1]
+    return np.array(knots)
 
 
 def _arrays(candidates: list[Candidate]) -> tuple[IntArray, IntArray]:
     """Return temperature classes and caps, [n] each."""
     return np.array([c.temperature_class for c in candidates]), np.array([c.max_drafts for c in candidates])
-
-
-def _signals(signals: DraftSignals) -> tuple[FloatArray, FloatArray | None]:
-    """Return confidence [n, K] and length ratios [n]."""
-    return np.array(signals.confidence), None if signals.length_ratio is None else np.array(signals.length_ratio)
 
 
 def _by_version(candidates: list[Candidate]) -> Iterable[tuple[int, IntArray]]:

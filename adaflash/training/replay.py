@@ -30,14 +30,14 @@ ANCHORS_PER_CALL = 256
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """The decode rounds of one sequence, or of several; counts as `SpeculationStats` has them.
+    """The decode rounds of one sequence, or of several, that make k drafts; counts as `SpeculationStats` has them.
 
     Attributes:
         num_rounds: Decode rounds, one target forward each.
         num_emitted_tokens: Tokens they emitted, bonus tokens included; the first one of a response is none of them.
-        num_verified_per_position: [K] rounds that verified a draft at this position.
-        num_accepted_per_position: [K] rounds that accepted it.
-        draft_token_ids: [A, K] int64 greedy drafts at every position of the response but its last, whether a round was
+        num_verified_per_position: [k] rounds that verified a draft at this position.
+        num_accepted_per_position: [k] rounds that accepted it.
+        draft_token_ids: [A, k] int64 greedy drafts at every position of the response but its last, whether a round was
             anchored there or not; -1 where a block would reach past the drafter's positions.
     """
 
@@ -75,13 +75,13 @@ class ReplayResult:
 
 
 class AnchorDrafts(NamedTuple):
-    """Greedy drafts of A anchors, all K of each, whether they would be verified or not.
+    """Greedy drafts of A anchors, all k of each, whether they would be verified or not.
 
     Attributes:
-        token_ids: [A, K] target ids; -1 where a block would reach past the drafter's positions.
-        confidence: [A, K] fp32 largest probability of each draft distribution; 0 there.
+        token_ids: [A, k] target ids; -1 where a block would reach past the drafter's positions.
+        confidence: [A, k] fp32 largest probability of each draft distribution; 0 there.
         num_matched: [A] leading drafts that are the trajectory's; 0 there.
-        length_ratio: [A] fp32 prediction of the length head, 0 there; None without one.
+        length_ratio: [A] fp32 prediction of the length head, 0 there; None without one, and when k < K.
     """
 
     token_ids: Tensor
@@ -115,7 +115,7 @@ def replay(
         drafter: Not packed; `rebuild_fused` is not needed.
         sequence: Its response is one run of tokens that ends it.
         taps: [S - 1, len(tap_layer_ids) * H] target features, in the drafter's dtype and on its device.
-        max_verified: Most drafts a round verifies; None is K. `EngineConfig.num_speculative_tokens`.
+        max_verified: Most drafts a round makes and verifies; None is K. `EngineConfig.num_speculative_tokens`.
         threshold: Verify only leading drafts whose cumulative confidence is at least this, the policy `confidence`;
             None is the policy `fixed`.
         max_output_tokens: The request's limit on output tokens, beyond which nothing is drafted. None takes the end of
@@ -133,8 +133,8 @@ def replay(
         raise ConfigError(f"threshold={threshold} is invalid: must be in [0, 1]")
     first = _response_start(sequence, max_output_tokens)
     anchors = torch.arange(first, max(first, len(sequence.token_ids) - 1))  # [A]
-    drafts = draft_at(drafter, sequence, taps, anchors, context_drafter)
     limit = num_drafts if max_verified is None else max_verified
+    drafts = draft_at(drafter, sequence, taps, anchors, context_drafter, limit)
     # Tokens behind the first that drafts may become; under a limit the last one is always a bonus token.
     draftable = len(anchors) if max_output_tokens is None else max_output_tokens - 2
     last_anchor = drafter.max_position_embeddings - drafter.draft_block_size
@@ -164,6 +164,7 @@ def draft_at(
     taps: Tensor,
     anchors: Tensor,
     context_drafter: DFlashDrafter | None = None,
+    num_drafts: int | None = None,
 ) -> AnchorDrafts:
     """Draft at all anchors; those too close to the drafter's last position draft nothing.
 
@@ -173,26 +174,29 @@ def draft_at(
         taps: As in `replay`.
         anchors: [A] int64 increasing positions in the response but for its last.
         context_drafter: See `draft_hidden`.
+        num_drafts: k, of each block; None is K, which alone shows length ratios.
     """
-    num_drafts, device = drafter.draft_block_size - 1, drafter.backend.device
+    whole, device = drafter.draft_block_size - 1, drafter.backend.device
+    num_drafts = whole if num_drafts is None else num_drafts
+    length_head = drafter.length_head if num_drafts == whole else None
     token_ids = torch.full((len(anchors), num_drafts), -1, device=device)
     confidence = torch.zeros(len(anchors), num_drafts, device=device)
     num_matched = torch.zeros(len(anchors), dtype=torch.int64, device=device)
-    length_ratio = None if drafter.length_head is None else torch.zeros(len(anchors), device=device)
+    length_ratio = None if length_head is None else torch.zeros(len(anchors), device=device)
     drafting = anchors[anchors + drafter.draft_block_size <= drafter.max_position_embeddings]
     for begin in range(0, len(drafting), ANCHORS_PER_CALL):
         part = slice(begin, min(begin + ANCHORS_PER_CALL, len(drafting)))
         blocks = make_blocks([sequence], [drafting[part]], num_drafts + 1, drafter.mask_token_id).to(device)
         hidden = draft_hidden(drafter, taps, blocks, context_drafter=context_drafter)
         token_ids[part], confidence[part] = _greedy(drafter, hidden[:, 1:])
-        if drafter.length_head is not None and length_ratio is not None:
-            length_ratio[part] = drafter.length_head.predict(hidden)
+        if length_head is not None and length_ratio is not None:
+            length_ratio[part] = length_head.predict(hidden)
         num_matched[part] = accepted_lens(token_ids[part], blocks.label_token_ids, blocks.label_mask)
     return AnchorDrafts(token_ids, confidence, num_matched, length_ratio)
 
 
 def _greedy(drafter: DFlashDrafter, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the most probable tokens (target ids) and their probabilities, [A, K, H] -> 2 x [A, K]."""
+    """Return the most probable tokens (target ids) and their probabilities, [A, k, H] -> 2 x [A, k]."""
     column_token_ids = drafter.column_token_ids
     num_columns = drafter.config.vocab_size if column_token_ids is None else len(column_token_ids)
     rows, step = hidden.flatten(0, 1), max(1, CHUNK_ELEMENTS // num_columns)

@@ -40,12 +40,12 @@ def engine_of(setup: TinySetup, policy: str, **settings: object) -> Engine:
 
 
 def drafts_said(engine: Engine) -> Said:
-    """Record what the drafter says from now on."""
+    """Record what the drafter says from now on, in whole blocks."""
     said: Said = {}
     draft = engine._runner.draft
 
-    def recorded(drafting: list[ScheduledSequence]) -> Drafts:
-        drafts = draft(drafting)
+    def recorded(drafting: list[ScheduledSequence], num_drafts: int) -> Drafts:
+        drafts = draft(drafting, max(num_drafts, engine._speculation.draft_width))
         ratios = drafts.signals.length_ratio or [0.0] * len(drafting)
         for item, confidence, ratio in zip(drafting, drafts.signals.confidence, ratios, strict=True):
             said[tuple(item.seq.request.prompt_token_ids), item.seq.num_output_tokens] = (confidence, ratio)

@@ -44,8 +44,8 @@ def test_a_hit_changes_neither_tokens_nor_acceptance(setup: TinySetup, block_siz
     drafts: list[list[list[int]]] = []
     record = engine._runner.draft
 
-    def recording(drafting):  # type: ignore[no-untyped-def]
-        result = record(drafting)
+    def recording(drafting, num_drafts):  # type: ignore[no-untyped-def]
+        result = record(drafting, num_drafts)
         drafts[-1].extend(result.token_ids)
         return result
 

@@ -86,7 +86,7 @@ def test_costs_are_really_measured_and_come_back(runner: Runner, tmp_path: Path)
     again = load(runner, tmp_path)
     assert again is not measured
     assert again.verify_s(3, sizes, 50) == pytest.approx(measured.verify_s(3, sizes, 50))
-    assert again.draft_s(sizes, 50) == pytest.approx(measured.draft_s(sizes, 50))
+    assert again.draft_s(sizes, 50, 3) == pytest.approx(measured.draft_s(sizes, 50, 3))
 
 
 def test_the_cache_folder_is_where_files_go_by_default(

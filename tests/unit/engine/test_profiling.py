@@ -53,12 +53,13 @@ class TimedRunner(Runner):
     def verify_s(self, num_seqs: int, num_tokens: int, num_context: int) -> float:
         return 0.02 + 1e-3 * max(0, num_tokens - 16) + 3e-4 * num_seqs + 1e-5 * num_context
 
-    def draft_s(self, num_seqs: int, num_context: int) -> float:
-        return 4e-3 + 1e-3 * num_seqs + 2e-6 * num_context
+    def draft_s(self, num_seqs: int, num_context: int, num_drafts: int) -> float:
+        return 4e-3 + 1e-3 * num_seqs * (num_drafts + 1) + 2e-6 * num_context
 
-    def draft(self, drafting: list[ScheduledSequence]) -> Drafts:
-        self.now += self.draft_s(len(drafting), sum(item.seq.num_computed for item in drafting))
-        return Drafts([[5] * 3] * len(drafting), DraftSignals([[0.5] * 3] * len(drafting), None), None)
+    def draft(self, drafting: list[ScheduledSequence], num_drafts: int) -> Drafts:
+        self.now += self.draft_s(len(drafting), sum(item.seq.num_computed for item in drafting), num_drafts)
+        signals = DraftSignals([[0.5] * num_drafts] * len(drafting), None)
+        return Drafts([[5] * num_drafts] * len(drafting), signals, None)
 
     def verify(self, rounds: list[Round], drafts: Drafts | None) -> list[Verified]:
         num_tokens = sum(1 + len(r.draft_token_ids) for r in rounds)
@@ -87,7 +88,9 @@ def test_the_terms_of_a_machine_are_found(timed: tuple[TimedRunner, BlockManager
             expected = runner.verify_s(num_seqs, num_tokens, num_context)
             predicted = model.verify_s(num_seqs, np.array([num_tokens]), num_context)[0]
             assert predicted == pytest.approx(expected, rel=0.02)
-    assert model.draft_s(np.array([num_seqs]), 500)[0] == pytest.approx(runner.draft_s(num_seqs, 500), rel=0.02)
+    for num_drafts in (1, 2, 3):
+        predicted = model.draft_s(np.array([num_seqs]), 500, num_drafts)[0]
+        assert predicted == pytest.approx(runner.draft_s(num_seqs, 500, num_drafts), rel=0.02)
 
 
 @pytest.mark.parametrize("budget_s", [0.15, 0.3, 0.6, 1.0])
@@ -100,7 +103,7 @@ def test_the_budget_is_kept_and_what_lies_beyond_is_extrapolated(
     assert max(runner.num_verified) < 64 or budget_s > 0.2, "large sizes had to be left out"
     costs = model.verify_s(1, np.array([1, 16, 64, 128]), 32)
     assert (np.diff(costs) >= -1e-9).all()
-    assert model.draft_s(np.array([16]), 32)[0] == pytest.approx(runner.draft_s(16, 32), rel=0.05)
+    assert model.draft_s(np.array([16]), 32, 3)[0] == pytest.approx(runner.draft_s(16, 32, 3), rel=0.05)
 
 
 def test_a_budget_of_nothing_still_measures_what_gives_the_tables_a_slope(
@@ -166,7 +169,7 @@ def test_engines_of_all_sizes_are_profiled(
     assert np.isfinite(costs).all()
     assert (costs > 0).all()
     can_draft = drafter is not None and blocks.num_blocks * blocks.block_size >= 4
-    assert np.isfinite(model.draft_s(np.arange(1, limits.max_num_seqs + 1), 0)).all() == can_draft
+    assert np.isfinite(model.draft_s(np.arange(1, limits.max_num_seqs + 1), 0, 3)).all() == can_draft
 
 
 def test_the_good_one_of_two_versions_drafts(setup: TinySetup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,10 +206,10 @@ def test_a_drafter_with_a_short_limit_is_profiled_within_it(
         loaded = load_engine(replace(CONFIG, model=str(setup.target), draft=str(draft)))
         groups = make_cases(loaded.runner.drafter, pool(loaded), LIMITS)
         cases = [case for group in groups for case in group]
-        assert all(case.context_len + 4 <= limit for case in cases if case.drafts)
-        assert any(case.drafts for case in cases) == can_draft
+        assert all(case.context_len + 4 <= limit for case in cases if case.num_drafts)
+        assert any(case.num_drafts for case in cases) == can_draft
         model = profile(loaded.runner, pool(loaded), LIMITS, budget_s=0.1)
-        assert bool(np.isfinite(model.draft_s(np.array([1]), 0)[0])) == can_draft
+        assert bool(np.isfinite(model.draft_s(np.array([1]), 0, 3)[0])) == can_draft
 
 
 def test_cases_tell_sequences_and_context_from_tokens(setup: TinySetup) -> None:
@@ -215,7 +218,7 @@ def test_cases_tell_sequences_and_context_from_tokens(setup: TinySetup) -> None:
     assert len({case.num_seqs for case in cases if case.num_tokens == 4}) == 2
     assert len({case.context_len for case in cases if case.num_tokens == 1}) == 2
     assert max(case.num_tokens for case in cases) == 64, "16 sequences of 4 tokens are the largest step that decodes"
-    assert max(case.num_seqs for case in cases if case.drafts) == 16
+    assert max(case.num_seqs for case in cases if case.num_drafts) == 16
 
 
 def test_a_pool_without_a_free_block_is_refused(setup: TinySetup) -> None:

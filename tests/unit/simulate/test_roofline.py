@@ -21,8 +21,8 @@ def verify_s(num_seqs: int, num_tokens: int, num_context: int, costs: RooflineCo
     return float(costs.verify_s(num_seqs, np.array([num_tokens]), num_context)[0])
 
 
-def draft_s(num_seqs: int, num_context: int) -> float:
-    return float(COSTS.draft_s(np.array([num_seqs]), num_context)[0])
+def draft_s(num_seqs: int, num_context: int, num_drafts: int = 15) -> float:
+    return float(COSTS.draft_s(np.array([num_seqs]), num_context, num_drafts)[0])
 
 
 def test_one_token_takes_the_time_to_read_the_weights() -> None:
@@ -58,6 +58,12 @@ def test_a_draft_of_many_takes_the_time_of_16_rows_through_its_layers_and_15_thr
     norms = 5 * 6 * 4096 * 2 * 256 * 16 / BYTES_PER_S
     own_kv = 256 * 16 * 20_480 / BYTES_PER_S
     assert draft_s(256, 0) == pytest.approx(0.15e-3 + layers + head + norms + own_kv, rel=1e-6)
+
+
+def test_a_narrow_draft_of_many_takes_the_time_of_its_own_rows() -> None:
+    layers, head = 2 * 256 * 4 * DRAFT_LAYER_WEIGHTS / FLOPS, 2 * 256 * 3 * HEAD_WEIGHTS / FLOPS
+    assert draft_s(256, 0, 3) == pytest.approx(0.15e-3 + layers + head, rel=0.15)
+    assert draft_s(256, 0, 3) < 0.3 * draft_s(256, 0)
 
 
 def test_drafting_for_nobody_costs_nothing() -> None:

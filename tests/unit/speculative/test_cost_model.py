@@ -24,18 +24,16 @@ def verify_seconds(num_seqs: int, num_tokens: int, num_context: int) -> float:
     return 20e-3 + max(0, num_tokens - 16) * 1e-3 + num_seqs * 4e-4 + num_context * 5e-6
 
 
-def draft_seconds(num_seqs: int, num_context: int) -> float:
-    return 3e-3 + num_seqs * 1e-3 + num_context * 1e-6
+def draft_seconds(num_rows: int, num_context: int) -> float:
+    return 3e-3 + num_rows * 1e-3 + num_context * 1e-6
 
 
 def profiled_model() -> CostModel:
     shapes = [(-(-size // 8), size, 32) for size in SIZES]
     shapes += [(4, 4, 32), (16, 16, 32), (16, 64, 32), (1, 1, 2000), (1, 8, 2000)]
     verify = [CostSample(t, s, s * c, verify_seconds(s, t, s * c)) for s, t, c in shapes]
-    draft = [
-        CostSample(s, 0, s * c, draft_seconds(s, s * c)) for s, c in [(1, 32), (2, 32), (4, 32), (8, 32), (1, 2000)]
-    ]
-    return CostModel.from_samples(verify, draft, max_num_tokens=256, max_num_seqs=32)
+    draft = [CostSample(r, 0, c, draft_seconds(r, c)) for r, c in [(2, 32), (8, 32), (16, 64), (32, 128), (8, 2000)]]
+    return CostModel.from_samples(verify, draft, max_num_tokens=256, max_draft_rows=256)
 
 
 def verify_at(model: StepCosts, num_tokens: int, num_seqs: int = 1, num_context: int = 32) -> float:
@@ -43,13 +41,13 @@ def verify_at(model: StepCosts, num_tokens: int, num_seqs: int = 1, num_context:
 
 
 def draft_at(model: StepCosts, num_seqs: int = 1) -> float:
-    return float(model.draft_s(np.array([num_seqs]), 32)[0])
+    return float(model.draft_s(np.array([num_seqs]), 32, 7)[0])
 
 
 def shape(model: StepCosts) -> list[float]:
     """Every cost a decision for one sequence could look at, as a share of the first."""
     verify = model.verify_s(1, ALL, 32)
-    draft = model.draft_s(np.arange(1, 33), 32)
+    draft = model.draft_s(np.arange(1, 33), 32, 7)
     costs: list[float] = (np.concatenate([verify, draft]) / verify[0]).tolist()
     return costs
 
@@ -59,7 +57,7 @@ def steps(model: CostModel, num_tokens: Iterable[int], slowness: float = 1.0, no
     rng = np.random.default_rng(0)
     for size in num_tokens:
         factors = slowness * np.exp(noise * rng.standard_normal(2))
-        model.observe_draft(1, 32, draft_seconds(1, 32) * factors[0])
+        model.observe_draft(8, 32, draft_seconds(8, 32) * factors[0])
         model.observe_verify(1, size, 32, verify_seconds(1, size, 32) * factors[1])
 
 
@@ -83,18 +81,22 @@ def test_sizes_beyond_the_samples_and_the_knots_are_extrapolated() -> None:
     model = profiled_model()
     for num_tokens in (128, 200, 256, 1000):
         assert verify_at(model, num_tokens) == pytest.approx(verify_seconds(1, num_tokens, 32), rel=0.01)
-    assert draft_at(model, 32) == pytest.approx(draft_seconds(32, 32), rel=0.01)
+    assert draft_at(model, 32) == pytest.approx(draft_seconds(256, 32), rel=0.01)
 
 
 def test_a_forward_that_drafts_nothing_is_free() -> None:
-    assert profiled_model().draft_s(np.array([0, 1, 0]), 32).tolist() == [0.0, pytest.approx(draft_seconds(1, 32)), 0.0]
+    assert profiled_model().draft_s(np.array([0, 1, 0]), 32, 7).tolist() == [
+        0.0,
+        pytest.approx(draft_seconds(8, 32)),
+        0.0,
+    ]
 
 
 def test_what_cannot_draft_is_never_worth_drafting() -> None:
-    model = CostModel.from_samples([CostSample(1, 1, 0, 0.1)], [], max_num_tokens=8, max_num_seqs=8)
-    assert model.draft_s(np.array([0, 1]), 0).tolist() == [0.0, math.inf]
+    model = CostModel.from_samples([CostSample(1, 1, 0, 0.1)], [], max_num_tokens=8, max_draft_rows=64)
+    assert model.draft_s(np.array([0, 1]), 0, 7).tolist() == [0.0, math.inf]
     with pytest.raises(AssertionError, match="profiled drafting"):
-        model.observe_draft(1, 0, 0.1)
+        model.observe_draft(8, 0, 0.1)
 
 
 def test_plain_decoding_samples_alone_give_no_term_of_sequences() -> None:
@@ -115,8 +117,8 @@ _SAMPLES = st.lists(
 def test_no_samples_make_a_cost_that_is_not_positive_and_finite(
     samples: list[CostSample], num_seqs: int, num_context: int
 ) -> None:
-    model = CostModel.from_samples(samples, samples, max_num_tokens=200, max_num_seqs=64)
-    for seconds in (model.verify_s(num_seqs, ALL, num_context), model.draft_s(ALL, num_context)):
+    model = CostModel.from_samples(samples, samples, max_num_tokens=200, max_draft_rows=512)
+    for seconds in (model.verify_s(num_seqs, ALL, num_context), model.draft_s(ALL, num_context, 7)):
         assert np.isfinite(seconds).all()
         assert (seconds > 0).all()
 
@@ -133,7 +135,7 @@ def test_no_observations_make_a_cost_that_is_not_positive_and_finite(
             model.observe_draft(size, 32, seconds)
         else:
             model.observe_verify(1, size, 32, seconds)
-    for costs in (model.verify_s(1, ALL, 32), model.draft_s(ALL, 32)):
+    for costs in (model.verify_s(1, ALL, 32), model.draft_s(ALL, 32, 7)):
         assert np.isfinite(costs).all()
         assert (costs > 0).all()
 
@@ -144,7 +146,7 @@ def test_the_load_of_the_machine_is_followed_within_a_few_steps_and_cancels() ->
     steps(model, [8] * 5, slowness=3.0)
     assert model.load == pytest.approx(3.0, rel=0.01)
     assert verify_at(model, 64) == pytest.approx(3 * verify_seconds(1, 64, 32), rel=0.02)
-    assert draft_at(model, 4) == pytest.approx(3 * draft_seconds(4, 32), rel=0.02)
+    assert draft_at(model, 4) == pytest.approx(3 * draft_seconds(32, 32), rel=0.02)
     assert shape(model) == pytest.approx(before, rel=1e-9)
 
 
@@ -179,10 +181,10 @@ def test_a_lasting_change_of_shape_is_learned(noise: float) -> None:
     model, rng = profiled_model(), np.random.default_rng(1)
     for size in [4, 16, 8, 32, 2, 64] * 100:
         factors = np.exp(noise * rng.standard_normal(2)) * (1, 2 if size >= 16 else 1)
-        model.observe_draft(1, 32, draft_seconds(1, 32) * factors[0])
+        model.observe_draft(8, 32, draft_seconds(8, 32) * factors[0])
         model.observe_verify(1, size, 32, verify_seconds(1, size, 32) * factors[1])
     for size in (1, 2, 4, 8, 16, 32, 64, 128):
-        expected = verify_seconds(1, size, 32) * (2 if size >= 16 else 1) / draft_seconds(1, 32)
+        expected = verify_seconds(1, size, 32) * (2 if size >= 16 else 1) / draft_seconds(8, 32)
         assert verify_at(model, size) / draft_at(model) == pytest.approx(expected, rel=0.03 if noise == 0 else 0.1)
 
 
@@ -190,11 +192,11 @@ def test_a_draft_that_became_dearer_is_learned_without_bending_the_verify_table(
     model = profiled_model()
     before = model.verify_s(1, ALL, 32) / verify_at(model, 1)
     for _ in range(150):
-        model.observe_draft(1, 32, 2 * draft_seconds(1, 32))
+        model.observe_draft(8, 32, 2 * draft_seconds(8, 32))
         model.observe_verify(1, 8, 32, verify_seconds(1, 8, 32))
-    ratio = 2 * draft_seconds(1, 32) / verify_seconds(1, 8, 32)
+    ratio = 2 * draft_seconds(8, 32) / verify_seconds(1, 8, 32)
     assert draft_at(model) / verify_at(model, 8) == pytest.approx(ratio, rel=0.03)
-    assert draft_at(model) == pytest.approx(2 * draft_seconds(1, 32), rel=0.03)
+    assert draft_at(model) == pytest.approx(2 * draft_seconds(8, 32), rel=0.03)
     assert model.verify_s(1, ALL, 32) / verify_at(model, 1) == pytest.approx(before, rel=1e-9)
 
 
@@ -204,7 +206,7 @@ def test_a_stall_changes_almost_nothing(when: int) -> None:
     sizes = [4, 8, 16, 32] * 60
     steps(model, sizes[:when])
     before = shape(model)
-    model.observe_draft(1, 32, draft_seconds(1, 32))
+    model.observe_draft(8, 32, draft_seconds(8, 32))
     model.observe_verify(1, 16, 32, 100 * verify_seconds(1, 16, 32))
     assert model.load == pytest.approx(1.0, rel=0.01)
     steps(model, sizes[when : when + 12])
@@ -219,7 +221,7 @@ def test_rare_stalls_of_one_size_do_not_add_up() -> None:
     before = shape(model)
     for size in [4, 8, 16] * 200:
         stall = 100.0 if rng.random() < 0.05 else 1.0
-        model.observe_draft(1, 32, draft_seconds(1, 32))
+        model.observe_draft(8, 32, draft_seconds(8, 32))
         model.observe_verify(1, size, 32, verify_seconds(1, size, 32) * stall)
     assert shape(model) == pytest.approx(before, rel=0.05)
 
@@ -229,7 +231,7 @@ def test_seconds_that_no_forward_takes_are_programmer_errors(seconds: float) -> 
     with pytest.raises(AssertionError, match="a forward takes"):
         profiled_model().observe_verify(1, 1, 0, seconds)
     with pytest.raises(AssertionError, match="a forward takes"):
-        profiled_model().observe_draft(1, 0, seconds)
+        profiled_model().observe_draft(8, 0, seconds)
     with pytest.raises(AssertionError, match="a forward takes"):
         CostTable.fit([CostSample(1, 1, 0, seconds)], 8)
 

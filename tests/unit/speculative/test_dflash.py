@@ -91,22 +91,35 @@ class PagedSequences:
     def write_all(self) -> None:
         self.write({s: (0, length) for s, length in enumerate(CONTEXT_LENS)})
 
-    def batch(self, sequences: tuple[int, ...], lens: tuple[int, ...] = CONTEXT_LENS) -> PackedBatch:
-        masks = [self.drafter.mask_token_id] * (self.drafter.draft_block_size - 1)
+    def batch(
+        self, sequences: tuple[int, ...], lens: tuple[int, ...] = CONTEXT_LENS, num_drafts: int | None = None
+    ) -> PackedBatch:
+        masks = [self.drafter.mask_token_id] * (num_drafts or self.drafter.draft_block_size - 1)
         entries = [PackEntry([self.anchors[s], *masks], lens[s], self.tables[s], 1) for s in sequences]
         return pack(entries, BLOCK_SIZE, self.drafter.backend.device)
 
-    def propose(self, sequences: tuple[int, ...] = (0, 1, 2, 3), lens: tuple[int, ...] = CONTEXT_LENS) -> DraftBlock:
-        batch = self.batch(sequences, lens)
-        sampling = SamplingMetadata.greedy(len(sequences) * (self.drafter.draft_block_size - 1))
+    def propose(
+        self,
+        sequences: tuple[int, ...] = (0, 1, 2, 3),
+        lens: tuple[int, ...] = CONTEXT_LENS,
+        num_drafts: int | None = None,
+    ) -> DraftBlock:
+        batch = self.batch(sequences, lens, num_drafts)
+        sampling = SamplingMetadata.greedy(len(sequences) * (batch.query_lens_cpu[0] - 1))
         return self.drafter.propose(batch, self.kv, sampling, keep_logits=True)
 
 
-def expected_logits(drafter: DFlashDrafter, directory: Path, target: TargetModel, sequences: PagedSequences) -> Tensor:
+def expected_logits(
+    drafter: DFlashDrafter,
+    directory: Path,
+    target: TargetModel,
+    sequences: PagedSequences,
+    num_drafts: int | None = None,
+) -> Tensor:
     dense = DenseDFlash(directory)
     rows = []
     for taps, anchor in zip(sequences.taps, sequences.anchors, strict=True):
-        ids = torch.tensor([anchor] + [drafter.mask_token_id] * (drafter.draft_block_size - 1))
+        ids = torch.tensor([anchor] + [drafter.mask_token_id] * (num_drafts or drafter.draft_block_size - 1))
         rows.append(target.compute_logits(dense.hidden(taps, target.embed(ids))[1:]))
     logits = torch.stack(rows)
     logits[:, :, drafter.mask_token_id] = float("-inf")
@@ -347,11 +360,33 @@ def test_bfloat16_stays_close_to_float32(
     torch.testing.assert_close(hidden.float(), wide.propose().hidden, atol=0.25, rtol=0.1)
 
 
-def test_a_block_of_another_width_is_refused(drafter: DFlashDrafter) -> None:
+@pytest.mark.parametrize("num_drafts", [1, 2])
+def test_narrow_blocks_equal_the_dense_reference_of_their_width(
+    tmp_path: Path,
+    tiny_drafter: TinyDrafterBuilder,
+    target_dir: Path,
+    target: TargetModel,
+    variant: Variant,
+    num_drafts: int,
+) -> None:
+    directory = build(tmp_path, tiny_drafter, target_dir, variant)
+    drafter = load_drafter(directory, target, target.backend)
     sequences = PagedSequences(drafter)
-    batch = replace(sequences.batch((0,)), query_lens_cpu=[3])
-    with pytest.raises(AssertionError, match="W rows"):
-        drafter.propose(batch, sequences.kv, SamplingMetadata.greedy(3))
+    sequences.write_all()
+    block = sequences.propose(num_drafts=num_drafts)
+    expected = expected_logits(drafter, directory, target, sequences, num_drafts)
+    assert block.token_ids.shape == block.confidence.shape == (len(CONTEXT_LENS), num_drafts)
+    assert block.hidden.shape[:2] == (len(CONTEXT_LENS), num_drafts + 1)
+    torch.testing.assert_close(block.logits, expected, atol=2e-4, rtol=2e-4)
+    assert drafter.draft_block_size > num_drafts + 1
+
+
+def test_blocks_of_unlike_or_impossible_widths_are_refused(drafter: DFlashDrafter) -> None:
+    sequences, width = PagedSequences(drafter), drafter.draft_block_size
+    for query_lens, what in (([width, 2], "equally wide"), ([1], "2 to"), ([width + 1], "2 to")):
+        batch = replace(sequences.batch((0,)), query_lens_cpu=query_lens)
+        with pytest.raises(AssertionError, match=what):
+            drafter.propose(batch, sequences.kv, SamplingMetadata.greedy(3))
 
 
 def test_a_trainers_dense_pass_equals_serving_and_reaches_every_weight(drafter: DFlashDrafter) -> None:

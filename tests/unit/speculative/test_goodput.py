@@ -22,7 +22,7 @@ Domain = Callable[[int, int], float]
 
 @dataclass(frozen=True)
 class LinearCosts:
-    """A step of `base` + tokens x `row` seconds, a draft of `draft` + sequences x `draft_seq`."""
+    """A step of `base` + tokens x `row` seconds, a draft of `draft` + sequences x `draft_seq` x share of a block."""
 
     base: float = 1.0
     row: float = 0.02
@@ -32,8 +32,9 @@ class LinearCosts:
     def verify_s(self, num_seqs: int, num_tokens: IntArray, num_context: int) -> FloatArray:
         return self.base + self.row * np.asarray(num_tokens, dtype=np.float64)
 
-    def draft_s(self, num_seqs: IntArray, num_context: int) -> FloatArray:
-        return np.where(num_seqs > 0, self.draft + self.draft_seq * num_seqs, 0.0)
+    def draft_s(self, num_seqs: IntArray, num_context: int, num_drafts: IntArray | int) -> FloatArray:
+        rows = num_seqs * (num_drafts + 1)
+        return np.where(rows > 0, self.draft + self.draft_seq * rows / (WIDTH + 1), 0.0)
 
 
 @dataclass
@@ -74,18 +75,20 @@ class World:
         keys = list(self.requests)
         candidates = [Candidate(key, 0, 0, min(WIDTH, self.requests[key] - 1)) for key in keys]
         load = StepLoad(len(keys), len(keys), len(keys), 100 * len(keys), self.max_step_s)
-        drafting = [c for c, does in zip(candidates, self.policy.select(candidates, load), strict=True) if does]
+        most = self.policy.select(candidates, load)
+        num_drafts = max(most)
+        drafting = [c._replace(max_drafts=count) for c, count in zip(candidates, most, strict=True) if count]
         emitted = dict.fromkeys(keys, 1)
         lens: list[int] = []
         if drafting:
             rates = np.array([self.domain(c.key, self.num_steps) for c in drafting])
             confidence = np.clip(rates[:, None] + self.rng.normal(0, 0.1, (len(drafting), WIDTH)), 0.01, 0.99)
-            lens = self.policy.choose(DraftSignals(confidence.tolist(), None), drafting, load)
+            lens = self.policy.choose(DraftSignals(confidence[:, :num_drafts].tolist(), None), drafting, load)
             matched = np.cumprod(self.rng.random((len(drafting), WIDTH)) < rates[:, None], axis=1).sum(axis=1)
             accepted = np.minimum(matched, lens)
             self.policy.observe(accepted.tolist())
             emitted |= {c.key: 1 + int(count) for c, count in zip(drafting, accepted, strict=True)}
-        draft_s = float(self.costs.draft_s(np.array([len(drafting)]), 0)[0])
+        draft_s = float(self.costs.draft_s(np.array([len(drafting)]), 0, num_drafts)[0])
         elapsed = draft_s + float(self.costs.verify_s(len(keys), np.array([len(keys) + sum(lens)]), 0)[0])
         self.policy.end_step(elapsed, load)
         self.num_rounds.update(keys)
@@ -111,7 +114,7 @@ def plain_rate(costs: LinearCosts, concurrency: int) -> float:
 def fixed_rate(costs: LinearCosts, concurrency: int, rate: float, count: int) -> float:
     """Return tokens per second if all draft and `count` drafts are verified."""
     tokens = concurrency * sum(rate**k for k in range(count + 1))
-    draft_s = float(costs.draft_s(np.array([concurrency]), 0)[0])
+    draft_s = float(costs.draft_s(np.array([concurrency]), 0, count)[0])
     return tokens / (draft_s + float(costs.verify_s(concurrency, np.array([concurrency * (1 + count)]), 0)[0]))
 
 
@@ -146,7 +149,7 @@ def test_among_mixed_requests_only_those_draft_that_gain() -> None:
     good = [number for number in world.num_rounds if number % 4]
     good_drafts = sum(world.num_drafts[number] for number in good)
     assert good_drafts >= 0.85 * sum(world.num_rounds[number] for number in good)
-    assert good_drafts >= 0.8 * world.num_drafts.total()
+    assert good_drafts >= 0.75 * world.num_drafts.total()
 
 
 @pytest.mark.parametrize("concurrency", [1, 8])
@@ -245,7 +248,7 @@ def test_what_is_known_of_a_version_survives_going_back_to_it() -> None:
     drafts(5, WIDTH, 100)
     drafts(6, 0, 300)  # a bad one
     assert drafts(4, WIDTH, 200) >= 3, "an older one comes in its place, and learns"
-    assert policy._num_drafts >= 200
+    assert policy._num_known >= 200
 
 
 def test_prompts_in_a_step_make_drafts_no_cheaper() -> None:
@@ -265,10 +268,10 @@ def test_prompts_in_a_step_make_drafts_no_cheaper() -> None:
 def test_who_cannot_draft_does_not() -> None:
     policy = GoodputPolicy(LinearCosts(), WIDTH)
     load = StepLoad(2, 2, 2, 10)
-    assert policy.select([Candidate(0, 0, 0, 0), Candidate(1, 0, 0, 3)], load) == [False, True]
+    assert policy.select([Candidate(0, 0, 0, 0), Candidate(1, 0, 0, 3)], load) == [0, 3]
     assert policy.choose(DraftSignals([[0.9] * WIDTH], None), [Candidate(1, 0, 0, 3)], load)[0] in (1, 2, 3)
     policy.observe([1])
-    assert policy.select([Candidate(0, 0, 0, 0)], load) == [False]
+    assert policy.select([Candidate(0, 0, 0, 0)], load) == [0]
 
 
 def test_a_new_version_is_calibrated_anew() -> None:
