@@ -56,6 +56,7 @@ class World:
     drafted: list[int] = field(default_factory=list)
     verified: list[int] = field(default_factory=list)
     num_drafts: Counter[int] = field(default_factory=Counter)
+    widths: Counter[int] = field(default_factory=Counter)
     num_rounds: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -91,6 +92,7 @@ class World:
         draft_s = float(self.costs.draft_s(np.array([len(drafting)]), 0, num_drafts)[0])
         elapsed = draft_s + float(self.costs.verify_s(len(keys), np.array([len(keys) + sum(lens)]), 0)[0])
         self.policy.end_step(elapsed, load)
+        self.widths[num_drafts] += num_drafts > 0
         self.num_rounds.update(keys)
         self.num_drafts.update(c.key for c in drafting)
         for key, count in emitted.items():
@@ -288,3 +290,41 @@ def test_a_new_version_is_calibrated_anew() -> None:
     assert policy.choose(signals, [Candidate(10**6, 0, 1, WIDTH)], load)[0] <= 1
     policy.observe([0])
     assert policy.choose(signals, [Candidate(10**6 + 1, 0, 0, WIDTH)], load)[0] >= 3
+
+
+def widths_of(world: World, num_steps: int) -> Counter[int]:
+    """Run, and return how often blocks of so many drafts were drafted."""
+    before = Counter(world.widths)
+    world.run(num_steps)
+    return Counter(world.widths) - before
+
+
+@pytest.mark.parametrize(("rate", "least", "most"), [(0.45, 1, 3), (0.97, 7, 7)])
+def test_blocks_are_as_wide_as_the_drafter_is_good(rate: float, least: int, most: int) -> None:
+    """At 8 requests rows of the draft are dear: a mediocre drafter is asked for its first drafts only."""
+    costs = LinearCosts(base=1.0, row=0.002, draft=0.02, draft_seq=0.15)
+    world = World(lambda *_: rate, costs, 8)
+    world.run(200)
+    widths = widths_of(world, 300)
+    usual = sum(count for width, count in widths.items() if least <= width <= most)
+    assert usual >= 0.85 * widths.total()
+    assert widths[WIDTH] >= widths.total() // 20, "whole blocks are drafted now and then"
+
+
+def test_narrow_blocks_gain_where_whole_ones_would_lose() -> None:
+    costs, rate, concurrency = LinearCosts(base=1.0, row=0.002, draft=0.02, draft_seq=0.15), 0.5, 8
+    plain = plain_rate(costs, concurrency)
+    assert fixed_rate(costs, concurrency, rate, WIDTH) < plain
+    world = World(lambda *_: rate, costs, concurrency)
+    world.run(200)
+    best = max(fixed_rate(costs, concurrency, rate, count) for count in range(1, WIDTH + 1))
+    assert best > 1.05 * plain
+    assert world.run(400) >= max(plain, 0.93 * best)
+
+
+def test_blocks_grow_wide_again_after_the_drafter_became_good() -> None:
+    costs = LinearCosts(base=1.0, row=0.002, draft=0.02, draft_seq=0.15)
+    world = World(lambda _, step: 0.45 if step < 300 else 0.97, costs, 8)
+    world.run(300)
+    world.run(150)
+    assert widths_of(world, 200)[WIDTH] >= 180
