@@ -24,6 +24,7 @@ class ServedStep(NamedTuple):
     Attributes:
         num_seqs: Sequences, those whose prompt is computed included.
         num_tokens: Rows of the target forward: anchors, prompt tokens and verified drafts.
+        num_prompt_tokens: Those of them that are prompt tokens.
         num_context: KV tokens of earlier steps, all sequences together.
         rest_s: Seconds of everything but drafting: the target forward, the host, the next requests.
         num_draft_rows: Rows of draft blocks, anchors included; 0 where nothing drafts.
@@ -35,6 +36,7 @@ class ServedStep(NamedTuple):
 
     num_seqs: int
     num_tokens: int
+    num_prompt_tokens: int
     num_context: int
     rest_s: float
     num_draft_rows: int
@@ -56,7 +58,7 @@ class StepWatch:
 
     def __init__(self, engine: Engine) -> None:
         self._speculation = engine._speculation
-        self.last = ServedStep(0, 0, 0, 0.0, 0, 0, 0.0, False, 0)
+        self.last = ServedStep(0, 0, 0, 0, 0.0, 0, 0, 0.0, False, 0)
         engine._speculation = cast(Speculation, self)
 
     @property
@@ -70,6 +72,7 @@ class StepWatch:
         self.last = self.last._replace(
             num_seqs=len(items),
             num_tokens=sum(item.num_tokens for item in items),
+            num_prompt_tokens=sum(item.num_tokens for item in items if not item.seq.is_decoding),
             num_context=sum(item.seq.num_computed for item in items),
             num_draft_context=sum(item.seq.num_computed for item in items if item.max_drafts > 0),
         )

@@ -18,6 +18,7 @@ Confidences are those of whole blocks; a narrow block's differ a little, which t
 
 Usage: python tools/bench/validate_simulator.py [--concurrency 1 4 16 32] [--arms off fixed:1 ...] [--seconds S]
        [--domains mixed|code|maths|chat] [--answers FILE.npz] [--hold-out] [--json FILE]
+       python tools/bench/validate_simulator.py --replay FILE [--hold-out] [--answers FILE.npz] [--json FILE]
 """
 
 from __future__ import annotations
@@ -33,16 +34,18 @@ from typing import NamedTuple
 
 from comparison import Cell, compare, show, verdict
 from policies import MAX_MODEL_LEN, PHASES, Traffic, arm_config, measure
+from served import Served
 from served_simulation import SimulatedArms
-from served_steps import ArmSteps, ObservedArm
+from served_steps import ObservedArm
 from step_costs import StepLimits, StepSamples, fit, step_samples
 from traffic_answers import TrafficAnswers
-from turns import Round, Slice
+from turns import Slice
 
 from adaflash.cli.environment import environment
 from adaflash.config import EngineConfig
 from adaflash.demo.drafter import demo_drafter_dir
 from adaflash.demo.model import demo_model_dir
+from adaflash.durable_files import replace_file
 from adaflash.errors import AdaFlashError
 from adaflash.simulate.acceptance import RepeatedAnswers
 from adaflash.speculative.cost_model import CostModel
@@ -51,21 +54,7 @@ from adaflash.speculative.drafter_config import load_drafter_config
 ARMS = ("off", "fixed:1", "fixed:3", "fixed:7", "confidence", "goodput")
 SINGLE_PHASE = [name for name, phases in PHASES.items() if len(phases) == 1]
 _MIN_ROUNDS = 4
-
-
-class Served(NamedTuple):
-    """What was measured at one concurrency.
-
-    Attributes:
-        rounds: Turns of all arms.
-        steps: Of every arm.
-        profiled: Forwards alone, measured after the turns.
-    """
-
-    concurrency: int
-    rounds: list[Round]
-    steps: dict[str, ArmSteps]
-    profiled: CostModel
+_OF_SERVING = ("arms", "concurrency", "domains", "seed", "seconds", "slice", "warmup")
 
 
 class Costs(NamedTuple):
@@ -85,15 +74,14 @@ def main() -> None:
     """Serve, record answers, simulate and compare."""
     args = _arguments()
     try:
+        served = _serve(args) if args.replay is None else _replayed(args)
         traffic = Traffic(args.domains, 0.0, args.seed)
-        served = _serve(args, traffic)
         num_answers = max(steps.num_requests for one in served for steps in one.steps.values()) + max(args.concurrency)
         answers = TrafficAnswers(traffic, args.answers).first(num_answers)
         report = _validate(args, served, answers)
     except AdaFlashError as error:
         sys.exit(f"error: {error}")
-    if args.json is not None:
-        args.json.write_text(json.dumps(report) + "\n", encoding="utf-8")
+    _write(args, report)
 
 
 def _arguments() -> argparse.Namespace:
@@ -107,7 +95,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hold-out", action="store_true", help="fit the costs of an arm without its own steps")
     parser.add_argument("--answers", type=Path, metavar="FILE.npz", help="where answers are kept for the next run")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--replay", type=Path, metavar="FILE", help="compare again what the --json of a run holds")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="kept while serving, and complete in the end")
     args = parser.parse_args()
     if "off" not in args.arms or len(set(args.arms)) != len(args.arms):
         parser.error(f"--arms {' '.join(args.arms)}: every arm once, off among them")
@@ -115,8 +104,6 @@ def _arguments() -> argparse.Namespace:
         parser.error("--concurrency and --seconds must be positive, --slice, --warmup and --seed not negative")
     if args.answers is not None and args.answers.suffix != ".npz":
         parser.error(f"--answers {args.answers} is invalid: must end in .npz")
-    if args.hold_out and len(args.arms) == 1:
-        parser.error("--hold-out needs a second arm")
     return args
 
 
@@ -134,8 +121,13 @@ def _config(args: argparse.Namespace) -> EngineConfig:
     )
 
 
-def _serve(args: argparse.Namespace, traffic: Traffic) -> list[Served]:
-    """Measure all arms at every concurrency; the engines are gone afterwards."""
+def _serve(args: argparse.Namespace) -> list[Served]:
+    """Measure all arms at every concurrency; the engines are gone afterwards.
+
+    Raises:
+        ConfigError: An engine does not know an arm.
+    """
+    traffic = Traffic(args.domains, 0.0, args.seed)
     configs = {name: arm_config(name, _config(args)) for name in args.arms}
     arms = [ObservedArm(name, config) for name, config in configs.items()]
     served = []
@@ -145,8 +137,20 @@ def _serve(args: argparse.Namespace, traffic: Traffic) -> list[Served]:
             sys.exit(f"error: {len(rounds)} rounds at concurrency {concurrency} are too few: give more --seconds")
         steps = {arm.name: arm.steps for arm in arms}
         served.append(Served(concurrency, rounds, steps, arms[0].profile(concurrency)))
+        _write(args, _report(args, [], [one.to_json() for one in served]))
         print(f"served concurrency {concurrency}: {len(rounds)} rounds", flush=True)
     return served
+
+
+def _replayed(args: argparse.Namespace) -> list[Served]:
+    """Return what an earlier run served, and take over its arguments; another file ends the program."""
+    try:
+        report = json.loads(args.replay.read_bytes())
+        for name in _OF_SERVING:
+            setattr(args, name, report["arguments"][name])
+        return [Served.from_json(part) for part in report["concurrencies"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SystemExit(f"error: --replay {args.replay} cannot be read as the --json of a run: {error}") from error
 
 
 # ---- simulation ------------------------------------------------------------------------------------------------
@@ -173,13 +177,7 @@ def _validate(args: argparse.Namespace, served: Sequence[Served], answers: Repea
         cells += found
         parts.append(_part(one, simulated, costs))
     print(f"\n{verdict(cells)}")
-    arguments = {**vars(args), "json": str(args.json), "answers": str(args.answers)}
-    return {
-        "cells": [cell.to_json() for cell in cells],
-        "concurrencies": parts,
-        "arguments": arguments,
-        "environment": environment(),
-    }
+    return _report(args, cells, parts)
 
 
 def _fit(args: argparse.Namespace, one: Served, width: int) -> dict[str, Costs]:
@@ -197,20 +195,30 @@ def _fit(args: argparse.Namespace, one: Served, width: int) -> dict[str, Costs]:
     return dict.fromkeys(args.arms, fitted(list(args.arms)))
 
 
+# ---- the file --------------------------------------------------------------------------------------------------
+
+
 def _part(one: Served, simulated: dict[str, list[Slice]], costs: dict[str, Costs]) -> dict[str, object]:
     """Return everything about one concurrency as JSON values."""
-    arms = list(simulated)
     return {
-        "concurrency": one.concurrency,
-        "measured": {arm: [turn.slices[arm]._asdict() for turn in one.rounds] for arm in arms},
-        "simulated": {arm: [part._asdict() for part in simulated[arm]] for arm in arms},
-        "steps": {arm: one.steps[arm]._asdict() for arm in arms},
-        "profile": one.profiled.to_json(),
+        **one.to_json(),
+        "simulated": {arm: [part._asdict() for part in parts] for arm, parts in simulated.items()},
         "costs": {
             arm: {"arms": cost.arms, "model": cost.model.to_json(), "samples": cost.samples._asdict()}
             for arm, cost in costs.items()
         },
     }
+
+
+def _report(args: argparse.Namespace, cells: list[Cell], parts: list[dict[str, object]]) -> dict[str, object]:
+    arguments = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    listed = [cell.to_json() for cell in cells]
+    return {"cells": listed, "concurrencies": parts, "arguments": arguments, "environment": environment()}
+
+
+def _write(args: argparse.Namespace, report: dict[str, object]) -> None:
+    if args.json is not None:
+        replace_file(args.json, (json.dumps(report) + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -20,11 +20,11 @@ def model(rest_s=REST_S, draft_s=DRAFT_S):
 
 
 def plain(num_steps):
-    return [ServedStep(1, 1, 50, REST_S, 0, 0, 0.0, False, 1)] * num_steps
+    return [ServedStep(1, 1, 0, 50, REST_S, 0, 0, 0.0, False, 1)] * num_steps
 
 
 def drafting(num_steps, num_emitted=3):
-    return [ServedStep(1, 4, 50, REST_S, 4, 50, DRAFT_S, False, num_emitted)] * num_steps
+    return [ServedStep(1, 4, 0, 50, REST_S, 4, 50, DRAFT_S, False, num_emitted)] * num_steps
 
 
 def turn(steps):

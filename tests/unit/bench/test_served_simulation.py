@@ -31,7 +31,7 @@ def answers(num_matched=3):
 
 def served(num_warmup_tokens, *turns):
     """Turns of so many tokens."""
-    steps = [[ServedStep(0, 0, 0, 0.0, 0, 0, 0.0, False, n)] for n in turns]
+    steps = [[ServedStep(0, 0, 0, 0, 0.0, 0, 0, 0.0, False, n)] for n in turns]
     return ArmSteps(num_warmup_tokens, steps, 0)
 
 
@@ -110,7 +110,7 @@ def arm_turns(arms, believed=None, believing=False):
     """Two concurrencies of 100 tokens each, with right drafts; the share of steps that draft in the second."""
     models = dict.fromkeys(arms, cost_model())
     simulated = SimulatedArms(arms, answers(), K, 2048, believing)
-    plain = [[ServedStep(1, 1, 50, 0.0, 0, 0, 0.0, False, 100)]]
+    plain = [[ServedStep(1, 1, 0, 50, 0.0, 0, 0, 0.0, False, 100)]]
     steps = dict.fromkeys(arms, ArmSteps(64, plain, 0, believed))
     simulated.turns(1, steps, models)
     turns = simulated.turns(2, steps, models)

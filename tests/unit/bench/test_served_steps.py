@@ -24,14 +24,14 @@ def watched_steps(setup, policy):
 
 def test_plain_steps_are_prompts_and_then_anchors(tiny_setup):
     steps, _ = watched_steps(tiny_setup("llama"), "off")
-    assert [(s.num_seqs, s.num_tokens, s.num_context) for s in steps[:3]] == [(2, 8, 0), (2, 2, 8), (2, 2, 10)]
+    assert [s[:4] for s in steps[:3]] == [(2, 8, 8, 0), (2, 2, 0, 8), (2, 2, 0, 10)]
     assert all(s.num_draft_rows == s.draft_s == s.num_draft_context == 0 for s in steps)
     assert all(s.rest_s > 0 for s in steps)
 
 
 def test_drafts_count_where_they_are_made_and_where_they_are_verified(tiny_setup):
     steps, stats = watched_steps(tiny_setup("llama"), "fixed")
-    assert steps[1]._replace(rest_s=0, draft_s=0)[:6] == (2, 6, 8, 0, 6, 8)
+    assert steps[1]._replace(rest_s=0, draft_s=0)[:7] == (2, 6, 0, 8, 0, 6, 8)
     drafting = [s for s in steps if s.num_draft_rows]
     assert all(s.draft_s > 0 for s in drafting)
     assert sum(s.num_draft_rows for s in drafting) == 3 * stats.num_drafts

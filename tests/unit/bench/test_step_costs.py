@@ -25,7 +25,7 @@ def draft_s(num_rows):
 def step(num_tokens, num_context, num_draft_rows=0, caught_up=False):
     seconds = draft_s(num_draft_rows) if num_draft_rows else 0.0
     rest = rest_s(num_tokens, num_context)
-    return ServedStep(4, num_tokens, num_context, rest, num_draft_rows, num_context, seconds, caught_up, 4)
+    return ServedStep(4, num_tokens, 0, num_context, rest, num_draft_rows, num_context, seconds, caught_up, 4)
 
 
 def forwards_alone(share):
