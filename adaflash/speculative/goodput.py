@@ -45,7 +45,7 @@ _WHOLE_BLOCK_STEPS = 16  # of steps with drafts, every so-manieth drafts whole b
 _GAIN_MEMORY, _MAX_CAUTION = 0.95, 8.0
 _LOSS_STEP, _GAIN_STEP, _IDLE_STEP = 1.05, 0.99, 0.999
 _MAX_VERSIONS = 2  # as many as are resident
-_TRIAL_STEPS = 4  # between two drafts of a sequence on trial
+_TRIAL_STEPS = 8  # between two steps in which all sequences on trial draft, together so that it takes few forwards
 _RECONSIDER_STEPS = 8  # while nothing drafts and the same sequences run
 
 
@@ -159,7 +159,7 @@ class GoodputPolicy:
         return [min(c.max_drafts, self._num_drafts) if c.key in chosen else 0 for c in candidates]
 
     def _due_for_trial(self, able: list[Candidate], load: StepLoad) -> set[int]:
-        due = {c.key for c in able if c.is_on_trial and (c.key + self._num_steps) % _TRIAL_STEPS == 0}
+        due = {c.key for c in able if c.is_on_trial} if self._num_steps % _TRIAL_STEPS == 0 else set()
         if due and float(self._draft_s(np.array([len(due)]), load)[0]) + self._plain_s(load) > load.max_step_s:
             return set()
         return due

@@ -214,17 +214,20 @@ def test_a_sequence_on_trial_drafts_however_little_it_brings() -> None:
     costs = LinearCosts()
     world = World(lambda *_: 0.02, costs, 4)
     world.run(600)
-    load, policy, num_drafts = StepLoad(2, 2, 2, 100), world.policy, Counter[int]()
-    for _ in range(64):
-        candidates = [Candidate(10**6, 0, 0, WIDTH, is_on_trial=True), Candidate(10**6 + 1, 0, 0, WIDTH)]
+    load, policy, num_drafts, num_steps = StepLoad(3, 3, 3, 100), world.policy, Counter[int](), 0
+    for _ in range(128):
+        on_trial = [Candidate(10**6 + i, 0, 0, WIDTH, is_on_trial=True) for i in range(2)]
+        candidates = [*on_trial, Candidate(10**6 + 2, 0, 0, WIDTH)]
         drafting = [c for c, does in zip(candidates, policy.select(candidates, load), strict=True) if does]
+        num_steps += bool(drafting)
         if drafting:
             lens = policy.choose(DraftSignals([[0.02] * WIDTH] * len(drafting), None), drafting, load)
             num_drafts.update(c.key for c, count in zip(drafting, lens, strict=True) if count)
             policy.observe([0] * len(drafting))
         policy.end_step(costs.base, load)
-    assert num_drafts[10**6] >= 16
-    assert num_drafts[10**6 + 1] < num_drafts[10**6]
+    assert min(num_drafts[10**6], num_drafts[10**6 + 1]) >= 16
+    assert num_drafts[10**6 + 2] < num_drafts[10**6]
+    assert num_steps <= num_drafts[10**6] + num_drafts[10**6 + 2], "those on trial draft together"
 
 
 def test_a_trial_does_not_make_a_step_too_long() -> None:
