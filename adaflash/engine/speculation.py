@@ -15,7 +15,8 @@ from adaflash.engine.scheduler import DraftLimits, Schedule, ScheduledSequence, 
 from adaflash.engine.sequence import ContextWrite, Sequence, max_step_s
 from adaflash.speculative.budget import DraftSignals, VerifyPolicy
 from adaflash.speculative.cost_model import CostModel
-from adaflash.speculative.goodput import Candidate, GoodputPolicy, StepLoad
+from adaflash.speculative.goodput import GoodputPolicy
+from adaflash.speculative.step_load import Candidate, StepLoad
 from adaflash.speculative.survival import temperature_class
 
 logger = logging.getLogger(__name__)

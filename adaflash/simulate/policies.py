@@ -15,7 +15,8 @@ from adaflash.simulate.costs import StepDemand
 from adaflash.simulate.roofline import IntArray
 from adaflash.speculative.budget import DraftSignals, VerifyPolicy
 from adaflash.speculative.cost_model import StepCosts
-from adaflash.speculative.goodput import Candidate, GoodputPolicy, StepLoad
+from adaflash.speculative.goodput import GoodputPolicy
+from adaflash.speculative.step_load import Candidate, StepLoad
 
 GATE_NUM_RUNNING = 48
 """Upstream's length head acts only above so many running requests (ZinYY/AdaFlash#2); below, all is verified."""

@@ -16,9 +16,11 @@ import numpy as np
 
 from adaflash.speculative.allocation import FloatArray, IntArray, allocate
 from adaflash.speculative.budget import DraftSignals
+from adaflash.speculative.caution import Caution
 from adaflash.speculative.cost_model import StepCosts
 from adaflash.speculative.cost_table import knots_up_to
 from adaflash.speculative.draft_history import DraftHistory
+from adaflash.speculative.step_load import Candidate, StepLoad
 from adaflash.speculative.survival import NUM_TEMPERATURE_CLASSES, SurvivalModel
 from adaflash.speculative.typical_signals import TypicalSignals
 
@@ -39,50 +41,9 @@ _ROWS_MEMORY = 0.7
 _ITERATIONS = 2
 _PROBE_DRAFTS = 3  # of a block that only probes
 _WHOLE_BLOCK_STEPS = 16  # of steps with drafts, every so-manieth drafts whole blocks, to know what narrow ones miss
-# Caution multiplies the costs of drafting and verifying. It grows while steps with drafts commit fewer tokens than
-# plain decoding would have in their time, whatever costs and survival promised; it shrinks while they gain, or are not
-# tried.
-_GAIN_MEMORY, _MAX_CAUTION = 0.95, 8.0
-_LOSS_STEP, _GAIN_STEP, _IDLE_STEP = 1.05, 0.99, 0.999
 _MAX_VERSIONS = 2  # as many as are resident
 _TRIAL_STEPS = 8  # between two steps in which all sequences on trial draft, together so that it takes few forwards
 _RECONSIDER_STEPS = 8  # while nothing drafts and the same sequences run
-
-
-class Candidate(NamedTuple):
-    """A decoding sequence.
-
-    Attributes:
-        key: Its number.
-        temperature_class: See `temperature_class`.
-        drafter_version: What would draft for it.
-        max_drafts: Most drafts it may verify; 0 when it cannot draft now.
-        is_on_trial: Whether its drafts decide between two drafter versions: it drafts now and then whatever that costs.
-    """
-
-    key: int
-    temperature_class: int
-    drafter_version: int
-    max_drafts: int
-    is_on_trial: bool = False
-
-
-class StepLoad(NamedTuple):
-    """A step without its drafts.
-
-    Attributes:
-        num_seqs: Sequences of the step.
-        num_decoding: Those that decode: each commits at least one token.
-        num_tokens: Rows: an anchor of each decoding sequence, and prefill chunks.
-        num_context: KV tokens of all sequences.
-        max_step_s: Longest step that is allowed if plain decoding can do it; infinite without a limit.
-    """
-
-    num_seqs: int
-    num_decoding: int
-    num_tokens: int
-    num_context: int
-    max_step_s: float = math.inf
 
 
 class _Drafted(NamedTuple):
@@ -122,7 +83,7 @@ class GoodputPolicy:
         self._num_drafts = min(_PROBE_DRAFTS, num_positions)  # of each block, this step
         self._steps_to_whole = 0
         self._rows = _FIRST_ROWS
-        self._caution, self._gain = 1.0, 0.0
+        self._caution = Caution()
         self._probe_success = 1.0
         self._credit_s = 0.0
         self._probes: set[int] = set()
@@ -182,7 +143,7 @@ class GoodputPolicy:
         for _ in range(_ITERATIONS):
             prospect = self._history.prospect(keys, classes, caps, self._price(rate, len(able), load), self._lengths)
             order = np.argsort(-prospect.surplus, axis=1, kind="stable")  # [m, n]
-            cost = margin * self._caution * rate * draft_s
+            cost = margin * self._caution.factor * rate * draft_s
             promised = np.cumsum(np.take_along_axis(prospect.surplus, order, axis=1), axis=1)
             gain = np.where(is_short, promised - cost, -np.inf)
             length, last = divmod(int(np.argmax(gain)), len(able))
@@ -230,7 +191,7 @@ class GoodputPolicy:
         """Return the tokens that verifying one draft costs, if as many are verified as lately."""
         rows = max(1, round(self._rows * num_drafting))
         seconds = self.costs.verify_s(load.num_seqs, np.array([0, rows]) + load.num_tokens, load.num_context)
-        return self._caution * rate * max(0.0, float(seconds[1] - seconds[0])) / rows
+        return self._caution.factor * rate * max(0.0, float(seconds[1] - seconds[0])) / rows
 
     def _pick_probes(self, others: list[Candidate], num_drafting: int, load: StepLoad) -> set[int]:
         """Return sequences to draft for to learn, as far as the credit goes: all that never drafted, else one."""
@@ -270,7 +231,7 @@ class GoodputPolicy:
         whole_s = verify_s + self._draft_s(np.array([len(drafting)]), load)
         # What is spent on learning does not make verifying any cheaper.
         step_s = np.array(verify_s if len(self._probes) == len(drafting) else whole_s)
-        step_s += (self._caution - 1) * (verify_s - verify_s[0]) - self._prefill_s(load)
+        step_s += (self._caution.factor - 1) * (verify_s - verify_s[0]) - self._prefill_s(load)
         step_s[1:][whole_s[1:] > load.max_step_s] = np.inf
         lens = allocate(survival, caps, step_s, load.num_decoding).lens
         if self._probes:
@@ -366,13 +327,11 @@ class GoodputPolicy:
         """Judge by what came of them whether drafts pay; probes are not expected to."""
         accepted, self._num_accepted = self._num_accepted, None
         if accepted is None:
-            self._caution = max(1.0, self._caution * _IDLE_STEP)
+            self._caution.rest()
             return
         plain_s = self._plain_s(load)
         gain = accepted / load.num_decoding - (elapsed_s - plain_s) * self._plain_rate(load) / load.num_decoding
-        self._gain = _GAIN_MEMORY * self._gain + (1 - _GAIN_MEMORY) * gain
-        step = _LOSS_STEP if self._gain < 0 else _GAIN_STEP
-        self._caution = min(_MAX_CAUTION, max(1.0, self._caution * step))
+        self._caution.judge(gain)
 
     def forget(self, key: int) -> None:
         """Drop a sequence that has ended."""

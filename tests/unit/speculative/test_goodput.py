@@ -13,7 +13,8 @@ import pytest
 
 from adaflash.speculative.allocation import FloatArray, IntArray
 from adaflash.speculative.budget import DraftSignals
-from adaflash.speculative.goodput import Candidate, GoodputPolicy, StepLoad
+from adaflash.speculative.goodput import GoodputPolicy
+from adaflash.speculative.step_load import Candidate, StepLoad
 
 WIDTH, REQUEST_TOKENS = 7, 64
 # Probability that a draft is accepted if those before were; (request number, step) -> it.
