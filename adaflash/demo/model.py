@@ -11,7 +11,6 @@ Hashing 538 MB at every start would cost more than a second; `verify_demo_model`
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.util
 import json
 import logging
@@ -22,6 +21,7 @@ from pathlib import Path
 
 from adaflash.config import cache_dir
 from adaflash.demo.gguf_convert import Progress, convert_llama_gguf
+from adaflash.durable_files import hash_file, sync
 from adaflash.errors import AdaFlashError
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ def _rebuild(source: Path, directory: Path, damage: str, progress: Progress | No
         if directory.exists():
             directory.rename(temporary.with_name(temporary.name + "-damaged"))
         temporary.rename(directory)
-        _fsync(directory.parent)
+        sync(directory.parent)
     finally:
         for leftover in directory.parent.glob(prefix + "*"):
             shutil.rmtree(leftover)
@@ -129,13 +129,13 @@ def _write_manifest(directory: Path, source: Path) -> None:
     for name in _FILES:
         path = directory / name
         path.chmod(0o644)  # safetensors writes 0600, which a shared cache folder could not serve.
-        _fsync(path)
+        sync(path)
         stat = path.stat()
-        files[name] = {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": _sha256(path)}
+        files[name] = {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": hash_file(path)}
     manifest = {"format_version": _FORMAT_VERSION, "source": source.name, "files": files}
     (directory / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-    _fsync(directory / _MANIFEST)
-    _fsync(directory)
+    sync(directory / _MANIFEST)
+    sync(directory)
 
 
 def _damage(directory: Path, *, full: bool = False) -> str:
@@ -148,7 +148,7 @@ def _damage(directory: Path, *, full: bool = False) -> str:
             if stat.st_size != expected["size"]:
                 return f"{name} has {stat.st_size} bytes, not {expected['size']}"
             suspicious = full or stat.st_mtime_ns != expected["mtime_ns"]
-            if suspicious and _sha256(path) != expected["sha256"]:
+            if suspicious and hash_file(path) != expected["sha256"]:
                 return f"the sha256 of {name} differs from the manifest"
     except FileNotFoundError as error:
         return f"{Path(str(error.filename)).name} is missing"
@@ -167,20 +167,4 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _digest(path: Path) -> str:
-    return f"v{_FORMAT_VERSION}-{_sha256(path)[:12]}"
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return f"v{_FORMAT_VERSION}-{hash_file(path)[:12]}"

@@ -199,17 +199,22 @@ def measure(arms: Sequence[Arm], traffic: Traffic, concurrency: int, args: argpa
     return rounds
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), help="policy, or policy:parameter as in fixed:3")
+def add_turn_flags(parser: argparse.ArgumentParser, arms: Sequence[str]) -> None:
+    """Add the flags that `measure` reads, `arms` being the default ones."""
+    parser.add_argument("--arms", nargs="+", default=list(arms), help="policy, or policy:parameter as in fixed:3")
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 4, 16, 32])
     parser.add_argument("--seconds", type=float, default=30.0, help="for every arm, at every concurrency")
     parser.add_argument("--slice", type=float, default=0.7, help="seconds of a turn at least")
     parser.add_argument("--warmup", type=float, default=2.0, help="seconds of every arm that are not counted")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_turn_flags(parser, ARMS)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--drafter", default="demo", help="demo, random or zero weights, or a drafter's directory")
     parser.add_argument("--domains", choices=list(PHASES), default="mixed", help="shift: code, from half time on maths")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     if len(set(args.arms)) != len(args.arms):

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from comparison import Cell, compare, show, verdict
-from policies import MAX_MODEL_LEN, PHASES, Traffic, arm_config, measure
+from policies import MAX_MODEL_LEN, PHASES, Traffic, add_turn_flags, arm_config, measure
 from served import Served
 from served_simulation import SimulatedArms
 from served_steps import ObservedArm
@@ -86,13 +86,8 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), help="policy, or policy:parameter as in fixed:3")
-    parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 4, 16, 32])
-    parser.add_argument("--seconds", type=float, default=30.0, help="for every arm, at every concurrency")
-    parser.add_argument("--slice", type=float, default=0.7, help="seconds of a turn at least")
-    parser.add_argument("--warmup", type=float, default=2.0, help="seconds of every arm that are not counted")
+    add_turn_flags(parser, ARMS)
     parser.add_argument("--domains", choices=SINGLE_PHASE, default="mixed")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hold-out", action="store_true", help="fit the costs of an arm without its own steps")
     parser.add_argument("--answers", type=Path, metavar="FILE.npz", help="where answers are kept for the next run")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="compare again what the --json of a run holds")
