@@ -229,6 +229,7 @@ def test_a_sequence_on_trial_drafts_however_little_it_brings() -> None:
     assert min(num_drafts[10**6], num_drafts[10**6 + 1]) >= 16
     assert num_drafts[10**6 + 2] < num_drafts[10**6]
     assert num_steps <= num_drafts[10**6] + num_drafts[10**6 + 2], "those on trial draft together"
+    assert num_steps <= 40, "every eighth step, and what is probed"
 
 
 def test_a_trial_does_not_make_a_step_too_long() -> None:
