@@ -47,7 +47,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="tokens per prompt (default: 64)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="measured rounds (default: 3)")
     parser.add_argument(
-        "--domain", help="code (what the drafter knows), maths, chat or other (default: code, maths with --online)"
+        "--domain",
+        help="code (what the drafter knows), maths, chat or other (default: code); with --online records, maths or "
+        "code (default: records)",
     )
     parser.add_argument("--device", default="auto", help="backend (default: auto)")
     parser.add_argument("--num-threads", type=int, default=None, metavar="N", help="CPU threads (default: torch's)")

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 _WINDOW_S = 30.0
 _BAR_WIDTH = 40
+_DOMAINS = ("records", "maths", "code")
 _DRAFTERS = ("online", "frozen", "osd")
 
 OnReplayed = Callable[[int, int], None]
@@ -57,15 +58,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--minutes", type=float, default=10.0, metavar="N", help="of live traffic (default: 10)")
     group.add_argument("--concurrency", type=int, default=4, metavar="N", help="users (default: 4)")
     group.add_argument(
-        "--templates",
+        "--kinds",
         type=int,
         default=12,
         metavar="N",
-        help="kinds of word problems in maths: the fewer, the narrower the domain, at most 52 (default: 12)",
+        help="kinds of records, at most 12, or of word problems in maths, at most 52: the fewer, the narrower the "
+        "domain (default: 12)",
     )
     group.add_argument("--output", metavar="DIR", help="write session.json and session.png here")
     group.add_argument(
-        "--switch-to", metavar="DOMAIN", choices=("code", "maths"), help="domain of the second half of the traffic"
+        "--switch-to", metavar="DOMAIN", choices=_DOMAINS, help="domain of the second half of the traffic"
     )
     group.add_argument(
         "--replays", type=int, default=150, metavar="N", help="replies replayed with other drafters (default: 150)"
@@ -81,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     from adaflash.demo.model import demo_model_dir
     from adaflash.training.trainer_config import TrainerConfig
 
-    args.domain = args.domain or "maths"
+    args.domain = args.domain or _DOMAINS[0]
     _check(args)
     next_prompt = prompts_of(args)
     configure_logging("ERROR")  # a paused trainer is part of the session
@@ -122,8 +124,8 @@ def _check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if not low <= value <= high:
             raise ConfigError(f"--{name.replace('_', '-')}={value} is invalid: must be in [{low}, {high}]")
-    if args.domain not in ("maths", "code"):
-        raise ConfigError(f"--domain={args.domain!r} is invalid: must be maths or code with --online")
+    if args.domain not in _DOMAINS:
+        raise ConfigError(f"--domain={args.domain!r} is invalid: must be one of {', '.join(_DOMAINS)} with --online")
 
 
 def _endless(make: Callable[[int, int], list[DomainPrompt]]) -> Iterator[DomainPrompt]:
@@ -132,13 +134,17 @@ def _endless(make: Callable[[int, int], list[DomainPrompt]]) -> Iterator[DomainP
 
 def prompts_of(args: argparse.Namespace) -> NextPrompt:
     """Return what gives prompts without end, of the second domain once half of the time is over."""
+    from adaflash.demo.records import record_prompts
     from adaflash.demo.traffic import code_prompts, maths_prompts
 
-    maths_prompts(1, 1, args.templates)  # refuses what there is not
-    streams = {
-        "maths": _endless(lambda seed, count: maths_prompts(seed, count, args.templates)),
-        "code": _endless(code_prompts),
+    makers = {
+        "records": lambda seed, count: record_prompts(seed, count, args.kinds),
+        "maths": lambda seed, count: maths_prompts(seed, count, args.kinds),
+        "code": code_prompts,
     }
+    for domain in {args.domain, args.switch_to} - {None}:
+        makers[domain](1, 1)  # refuses what there is not
+    streams = {domain: _endless(make) for domain, make in makers.items()}
 
     def next_prompt(now_s: float) -> DomainPrompt:
         has_switched = args.switch_to is not None and now_s > 30 * args.minutes
@@ -273,7 +279,7 @@ def _report(record: SessionRecord, replayed: list[ReplayedRequest], args: argpar
     last = last_third(replayed)
     return {
         "domain": args.domain,
-        "templates": args.templates,
+        "kinds": args.kinds,
         "switch_to": args.switch_to,
         "minutes": args.minutes,
         "concurrency": args.concurrency,

@@ -10,36 +10,13 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Final, NamedTuple, TypeVar
+from typing import Final
 
+from adaflash.demo.drawing import PEOPLE, check_count, distinct, first_kinds, read_lines, shuffled_forever
 from adaflash.demo.prompts import DomainPrompt
-from adaflash.errors import ConfigError
 
-_DATA: Final = Path(__file__).parent / "data"
 # Far fewer than the templates can express, so that drawing again after a repeat stays rare.
 MAX_MATHS_PROMPTS: Final = 20_000
-T = TypeVar("T")
-
-
-class _Person(NamedTuple):
-    name: str
-    they: str
-    them: str
-    their: str
-
-
-_SHE: Final = (
-    "Aisha Beatriz Chloe Dana Elif Freya Grace Hana Ingrid Jasmine Keiko Lucia Mei Nadia Olga Priya Rosa Sofia"
-)
-_HE: Final = (
-    "Ahmed Boris Carlos Daniel Emeka Felix George Hiro Ivan Jamal Kofi Leon Mateo Nikhil Omar Pavel Ravi Samuel"
-)
-_PEOPLE: Final = (
-    *(_Person(name, "she", "her", "her") for name in _SHE.split()),
-    *(_Person(name, "he", "him", "his") for name in _HE.split()),
-)
 _WORDS: Final[dict[str, tuple[str, ...]]] = {
     "toys": ("marbles", "stickers", "stamps", "trading cards", "seashells", "toy cars", "beads", "postcards", "dice"),
     "treats": ("muffins", "cookies", "pretzels", "cupcakes", "biscuits", "doughnuts", "brownies", "scones", "waffles"),
@@ -101,7 +78,7 @@ _WISHES: Final = (
 )
 
 
-def maths_prompts(seed: int, count: int, num_templates: int | None = None) -> list[DomainPrompt]:
+def maths_prompts(seed: int, count: int, num_kinds: int | None = None) -> list[DomainPrompt]:
     """Return `count` different grade-school word problems, each of which asks for a solution in steps.
 
     Every template is used once before any is used again. A smaller count with the same seed gives the first of them.
@@ -109,18 +86,15 @@ def maths_prompts(seed: int, count: int, num_templates: int | None = None) -> li
     Args:
         seed: Decides everything but which templates there are.
         count: At most 20,000.
-        num_templates: Use so many of the templates, a narrower domain; None uses all.
+        num_kinds: Use so many of the templates, a narrower domain; None uses all.
 
     Raises:
         ConfigError: `count` is not in [0, 20000], or there are not so many templates.
     """
-    _check_count(count, MAX_MATHS_PROMPTS)
+    check_count(count, MAX_MATHS_PROMPTS)
     rng = random.Random(seed)
-    lines = _lines("maths_templates.txt")
-    if num_templates is not None and not 1 <= num_templates <= len(lines):
-        raise ConfigError(f"num_templates={num_templates} is invalid: must be in [1, {len(lines)}]")
-    templates = _shuffled_forever(lines[:num_templates], rng)
-    return _distinct(lambda: rng.choice(_STEPWISE).format(next(templates).format(**_draw_slots(rng))), count, "maths")
+    templates = shuffled_forever(first_kinds("maths_templates.txt", num_kinds), rng)
+    return distinct(lambda: rng.choice(_STEPWISE).format(next(templates).format(**_draw_slots(rng))), count, "maths")
 
 
 def code_prompts(seed: int, count: int) -> list[DomainPrompt]:
@@ -131,18 +105,18 @@ def code_prompts(seed: int, count: int) -> list[DomainPrompt]:
     Raises:
         ConfigError: `count` is negative, or more than there are tasks times ways of asking.
     """
-    tasks = _lines("code_tasks.txt")
-    _check_count(count, len(tasks) * len(_REQUESTS) * len(_WISHES))
+    tasks = read_lines("code_tasks.txt")
+    check_count(count, len(tasks) * len(_REQUESTS) * len(_WISHES))
     rng = random.Random(seed)
-    ways = {task: _shuffled_forever(list(itertools.product(_REQUESTS, _WISHES)), rng) for task in tasks}
+    ways = {task: shuffled_forever(list(itertools.product(_REQUESTS, _WISHES)), rng) for task in tasks}
 
     def draw() -> str:
         task = next(order)
         request, wish = next(ways[task])
         return request.format(task) + wish
 
-    order = _shuffled_forever(tasks, rng)
-    return _distinct(draw, count, "code")
+    order = shuffled_forever(tasks, rng)
+    return distinct(draw, count, "code")
 
 
 def _draw_slots(rng: random.Random) -> dict[str, object]:
@@ -151,7 +125,7 @@ def _draw_slots(rng: random.Random) -> dict[str, object]:
     a, b, c in 2..9, m, n in 11..39, k in 41..99, h in 150..480: templates rely on that to never take away more than
     there is, and on the derived numbers for divisions without remainder.
     """
-    person, other = rng.sample(_PEOPLE, 2)
+    person, other = rng.sample(PEOPLE, 2)
     a, b, c = rng.sample(range(2, 10), 3)
     m, n = rng.sample(range(11, 40), 2)
     k = rng.randrange(41, 100)
@@ -168,24 +142,3 @@ def _draw_slots(rng: random.Random) -> dict[str, object]:
         **derived,
         "over": h + k,
     }
-
-
-def _distinct(draw: Callable[[], str], count: int, domain: str) -> list[DomainPrompt]:
-    prompts: dict[str, None] = {}
-    while len(prompts) < count:
-        prompts[draw()] = None
-    return [DomainPrompt(prompt, domain) for prompt in prompts]
-
-
-def _shuffled_forever(items: list[T], rng: random.Random) -> Iterator[T]:
-    while True:
-        yield from rng.sample(items, len(items))
-
-
-def _lines(name: str) -> list[str]:
-    return (_DATA / name).read_text(encoding="utf-8").splitlines()
-
-
-def _check_count(count: int, most: int) -> None:
-    if not 0 <= count <= most:
-        raise ConfigError(f"count must be in [0, {most}], not {count}")

@@ -6,7 +6,7 @@ one ends, so a fixed number is always running. The arms take turns in random ord
 whatever else the machine does meets all arms alike, and intervals come from resampling whole rounds.
 
 Usage: python tools/bench/policies.py [--concurrency 1 4 16 32] [--seconds S] [--arms off fixed:3 ...]
-       [--domains mixed|maths|code|chat|shift] [--drafter demo|random|zero|DIR] [--temperature T] [--json FILE]
+       [--domains mixed|maths|records|code|chat|shift] [--drafter demo|random|zero|DIR] [--temperature T] [--json FILE]
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from adaflash.config import EngineConfig, VerifyPolicyName
 from adaflash.demo.drafter import demo_drafter_dir
 from adaflash.demo.model import demo_model_dir
 from adaflash.demo.prompts import demo_prompts
+from adaflash.demo.records import record_prompts
 from adaflash.demo.traffic import code_prompts, maths_prompts
 from adaflash.engine.engine import Engine
 from adaflash.errors import AdaFlashError, ConfigError
@@ -44,6 +45,7 @@ ARMS = ("off", "fixed:1", "fixed:3", "fixed:7", "confidence", "length_head", "go
 PHASES: dict[str, tuple[tuple[str, ...], ...]] = {
     "mixed": (("code", "maths", "chat"),),
     "maths": (("maths",),),
+    "records": (("records",),),
     "code": (("code",),),
     "chat": (("chat",),),
     "shift": (("code",), ("maths",)),
@@ -73,6 +75,7 @@ class Traffic:
         self._prompts = {
             "code": [p.prompt for p in code_prompts(seed, NUM_PROMPTS)],
             "maths": [p.prompt for p in maths_prompts(seed, NUM_PROMPTS)],
+            "records": [p.prompt for p in record_prompts(seed, NUM_PROMPTS)],
             "chat": [p.prompt for p in demo_prompts("chat")],
         }
 

@@ -63,10 +63,10 @@ def test_the_chart_is_a_picture(tmp_path: Path) -> None:
 
 
 def test_prompts_are_of_the_domain_asked_for_and_switch_half_way() -> None:
-    args = argparse.Namespace(domain="maths", switch_to="code", minutes=2.0, templates=3)
+    args = argparse.Namespace(domain="maths", switch_to="code", minutes=2.0, kinds=3)
     next_prompt = prompts_of(args)
     assert [next_prompt(now).domain for now in (0.0, 59.0, 61.0, 119.0)] == ["maths", "maths", "code", "code"]
-    args = argparse.Namespace(domain="code", switch_to=None, minutes=2.0, templates=3)
+    args = argparse.Namespace(domain="code", switch_to=None, minutes=2.0, kinds=3)
     assert prompts_of(args)(100.0).domain == "code"
     assert len({prompts_of(args)(0.0).prompt for _ in range(3)}) == 1, "the same for everybody"
 
@@ -77,8 +77,10 @@ def test_prompts_are_of_the_domain_asked_for_and_switch_half_way() -> None:
         (["--minutes", "0"], r"--minutes=0.0 is invalid: must be in \[0.1, 1440\]"),
         (["--concurrency", "65"], r"--concurrency=65 is invalid: must be in \[1, 64\]"),
         (["--max-tokens", "1000"], r"--max-tokens=1000 is invalid"),
-        (["--templates", "53"], r"num_templates=53 is invalid: must be in \[1, 52\]"),
-        (["--domain", "chat"], r"--domain='chat' is invalid: must be maths or code"),
+        (["--domain", "maths", "--kinds", "53"], r"num_kinds=53 is invalid: must be in \[1, 52\]"),
+        (["--kinds", "13"], r"num_kinds=13 is invalid: must be in \[1, 12\]"),
+        (["--domain", "code", "--switch-to", "records", "--kinds", "13"], r"num_kinds=13 is invalid"),
+        (["--domain", "chat"], r"--domain='chat' is invalid: must be one of records, maths, code with --online"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(flags: list[str], message: str) -> None:

@@ -13,11 +13,14 @@ from hypothesis import strategies as st
 
 from adaflash.demo import traffic
 from adaflash.demo.prompts import DomainPrompt, demo_prompts
+from adaflash.demo.records import record_prompts
 from adaflash.errors import ConfigError
 
 Generator = Callable[[int, int], list[DomainPrompt]]
 GENERATORS = pytest.mark.parametrize(
-    ("generate", "domain"), [(traffic.maths_prompts, "maths"), (traffic.code_prompts, "code")], ids=["maths", "code"]
+    ("generate", "domain"),
+    [(traffic.maths_prompts, "maths"), (traffic.code_prompts, "code"), (record_prompts, "records")],
+    ids=["maths", "code", "records"],
 )
 DATA = Path(traffic.__file__).parent / "data"
 SEEDS = st.integers(0, 2**32)
@@ -83,7 +86,8 @@ def test_a_count_out_of_range_is_refused() -> None:
 
 def test_no_generated_prompt_is_one_of_the_embedded_ones() -> None:
     embedded = {prompt.prompt for prompt in demo_prompts()}
-    assert not embedded & {prompt for prompt, _ in traffic.maths_prompts(0, 2000) + traffic.code_prompts(0, 2000)}
+    generated = traffic.maths_prompts(0, 2000) + traffic.code_prompts(0, 2000) + record_prompts(0, 2000)
+    assert not embedded & {prompt for prompt, _ in generated}
 
 
 def _refusal(generate: Generator, count: int) -> str:
@@ -95,7 +99,29 @@ def _refusal(generate: Generator, count: int) -> str:
 def test_fewer_templates_make_a_narrower_domain() -> None:
     lines = (DATA / "maths_templates.txt").read_text(encoding="utf-8").splitlines()[:2]
     shapes = [re.compile(re.sub(r"\\{\w+\\}", ".+", re.escape(line))) for line in lines]
-    narrow = traffic.maths_prompts(3, 40, num_templates=2)
+    narrow = traffic.maths_prompts(3, 40, num_kinds=2)
     assert len({prompt.prompt for prompt in narrow}) == 40
     assert all(any(shape.search(prompt.prompt) for shape in shapes) for prompt in narrow)
     assert not all(any(shape.search(prompt.prompt) for shape in shapes) for prompt in traffic.maths_prompts(3, 40))
+
+
+def test_records_use_every_kind_before_any_again_and_give_a_value_for_each_field() -> None:
+    kinds = (DATA / "record_kinds.txt").read_text(encoding="utf-8").splitlines()
+    names = [kind.partition(": ")[0] for kind in kinds]
+    assert len(names) == len(set(names)) >= 12
+    shape = re.compile(r".* JSON object for (.+?)(?:\. Fields: | with the fields )(.+?)\. (?:Data|Values): (.+)\.")
+    found = [shape.fullmatch(prompt) for prompt, _ in record_prompts(5, len(kinds))]
+    assert sorted(match[1] for match in found if match is not None) == sorted(names)
+    for prompt, _ in record_prompts(6, 500):
+        match = shape.fullmatch(prompt)
+        assert match is not None
+        assert match[2].count(", ") == match[3].count(", ") >= 3, prompt
+
+
+def test_fewer_kinds_of_records_make_a_narrower_domain() -> None:
+    first = (DATA / "record_kinds.txt").read_text(encoding="utf-8").splitlines()[0].partition(": ")[0]
+    assert all(f"for {first}" in prompt for prompt, _ in record_prompts(3, 40, num_kinds=1))
+    with pytest.raises(ConfigError, match=r"num_kinds=13 is invalid: must be in \[1, 12\]"):
+        record_prompts(0, 1, num_kinds=13)
+    with pytest.raises(ConfigError, match=r"count must be in \[0, 20000\], not -1"):
+        record_prompts(0, -1)
