@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses compared on recorded greedy trajectories: how far the drafter adapts to a new domain, and what it forgets.
 
-The demo model answers word problems (new to the shipped drafter) and code prompts (old) once; answers and the target's
-features are kept in --data. Every run then trains the shipped drafter on the maths answers with one loss and one seed,
-and replays held-out answers of both domains. Runs of a seed see the same trajectories and anchors, so they are
-compared in pairs. Held-out problems share templates, not numbers and names, with those trained on.
+The demo model answers prompts of a domain that is new to the shipped drafter, and code prompts (old), once; answers and
+the target's features are kept in --data. Every run then trains the shipped drafter on answers of the new domain with
+one loss and one seed, and replays held-out answers of both. Runs of a seed see the same trajectories and anchors, so
+they are compared in pairs. Held-out prompts share templates, not numbers and names, with those trained on.
 
 What was done is kept: the same command goes on where another, or a --time-limit, stopped.
 
 Usage: python tools/bench/adaptation.py --data DIR --json FILE [--variants ce osd ...] [--seeds 0 1 2] [--steps N]
-       [--freeze-context] [--replay-share X] [--time-limit S]
+       [--domain maths|records] [--freeze-context] [--replay-share X] [--time-limit S]
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from recorded_answers import HELD_OUT, TRAINED, Deadline, RecordedAnswers, SetSizes
+from recorded_answers import NEW_DOMAINS, Deadline, RecordedAnswers, SetSizes
 
 from adaflash.cli.environment import environment
 from adaflash.demo.drafter import demo_drafter_dir
@@ -131,7 +131,9 @@ class Bench:
         self._head = TargetHead(model, self._backend)
         sizes = SetSizes(args.num_train, args.num_heldout, args.num_code, args.num_replay, args.max_tokens)
         taps = load_drafter_config(self._draft).tap_layer_ids
-        self.answers = RecordedAnswers(args.data, sizes, model, self._head, self._backend, taps, self.deadline)
+        self.answers = RecordedAnswers(
+            args.domain, args.data, sizes, model, self._head, self._backend, taps, self.deadline
+        )
         self.shipped = self.learner(TrainerConfig(train_length_head=False)).drafter
 
     def learner(self, config: TrainerConfig) -> Learner:
@@ -141,7 +143,7 @@ class Bench:
     def evaluate(self, drafter: DFlashDrafter, context_drafter: DFlashDrafter | None = None) -> dict[str, Acceptance]:
         """Replay the held-out answers of every domain; `context_drafter` wrote the context rows, by default it did."""
         limit, acceptance = self.answers.sizes.max_tokens, {}
-        for name in HELD_OUT:
+        for name in (self.answers.domain, "code"):
             results = [
                 replay(drafter, item.sequence, item.taps, max_output_tokens=limit, context_drafter=context_drafter)
                 for item in self.answers[name]
@@ -159,7 +161,7 @@ class Bench:
         }
         config = TrainerConfig.from_mapping({**VARIANTS[spec.variant], **fields})
         learner = self.learner(config)
-        new, old = self.answers["maths_train"], self.answers["code_train"] if spec.replay_share else []
+        new, old = self.answers[f"{self.answers.domain}_train"], self.answers["code_train"] if spec.replay_share else []
         generator = torch.Generator().manual_seed(spec.seed)
         evaluate_at = {spec.steps * k // self._num_evaluations for k in range(1, self._num_evaluations + 1)}
         evaluations, train_s = [], 0.0
@@ -250,36 +252,38 @@ def _by_domain(values: object) -> dict[str, Acceptance]:
     return {name: Acceptance(**each) for name, each in values.items()}
 
 
-def print_summary(results: Results) -> None:
+def print_summary(results: Results, domain: str) -> None:
     """Print one row per group: mean (lowest - highest) over seeds, and the mean difference from `ce` of a seed."""
     if results.before is not None:
         print("before: " + ", ".join(f"{k} {v.acceptance_length:.3f}" for k, v in results.before.acceptance.items()))
     reference = {(run.spec.seed, run.spec.steps, run.spec.lr): run for run in results.runs if run.spec.label == "ce"}
     print(
-        f"{'loss':28s}      lr steps seeds {'maths':>20s} {'against ce':>22s} {'stale context':>20s} {'code':>20s} "
+        f"{'loss':28s}      lr steps seeds {domain:>20s} {'against ce':>22s} {'stale context':>20s} {'code':>20s} "
         "train s   by position"
     )
     for runs in results.groups():
         spec, last = runs[0].spec, [run.evaluations[-1] for run in runs]
-        lengths = {name: [e.acceptance[name].acceptance_length for e in last] for name in HELD_OUT}
+        lengths = {name: [e.acceptance[name].acceptance_length for e in last] for name in (domain, "code")}
         pairs = [(run, reference.get((run.spec.seed, run.spec.steps, run.spec.lr))) for run in runs]
-        against = [_final(run) - _final(other) for run, other in pairs if other is not None]
-        stale = [run.stale["maths"].acceptance_length for run in runs]
-        positions = zip(*(e.acceptance["maths"].per_position for e in last), strict=True)
+        against = [_final(run, domain) - _final(other, domain) for run, other in pairs if other is not None]
+        stale = [run.stale[domain].acceptance_length for run in runs]
+        positions = zip(*(e.acceptance[domain].per_position for e in last), strict=True)
         print(
-            f"{spec.label:28s} {spec.lr:7g} {spec.steps:5d} {len(runs):5d} {_spread(lengths['maths']):>20s} "
+            f"{spec.label:28s} {spec.lr:7g} {spec.steps:5d} {len(runs):5d} {_spread(lengths[domain]):>20s} "
             f"{_spread(against) if against else '-':>22s} {_spread(stale):>20s} {_spread(lengths['code']):>20s} "
             f"{statistics.mean(e.train_s for e in last):7.1f}   "
             + " ".join(f"{statistics.mean(values):.3f}" for values in positions)
         )
         for index, evaluation in enumerate(runs[0].evaluations[:-1]):
-            at = {n: [run.evaluations[index].acceptance[n].acceptance_length for run in runs] for n in HELD_OUT}
-            maths, code = map(_spread, at.values())
-            print(f"{'':36s} {evaluation.step:5d} {'':5s} {maths:>20s} {'':43s} {code:>20s}")
+            new, code = (
+                _spread([run.evaluations[index].acceptance[name].acceptance_length for run in runs])
+                for name in (domain, "code")
+            )
+            print(f"{'':36s} {evaluation.step:5d} {'':5s} {new:>20s} {'':43s} {code:>20s}")
 
 
-def _final(run: Run) -> float:
-    return run.evaluations[-1].acceptance["maths"].acceptance_length
+def _final(run: Run, domain: str) -> float:
+    return run.evaluations[-1].acceptance[domain].acceptance_length
 
 
 def _spread(values: Sequence[float]) -> str:
@@ -289,6 +293,7 @@ def _spread(values: Sequence[float]) -> str:
 def parse_args() -> argparse.Namespace:
     """Return the command line."""
     parser = argparse.ArgumentParser(description="losses compared on recorded trajectories of the demo model")
+    parser.add_argument("--domain", choices=NEW_DOMAINS, default="maths", help="that is new; default: maths")
     parser.add_argument("--data", type=Path, required=True, help="folder of recorded answers, made when missing")
     parser.add_argument("--json", type=Path, default=Path("adaptation.json"), help="results; default: adaptation.json")
     parser.add_argument("--record-only", action="store_true", help="record answers and stop")
@@ -300,8 +305,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--warmup-steps", type=int, default=50)
     parser.add_argument("--freeze-context", action="store_true", help="leave the drafter's context side alone")
     parser.add_argument("--replay-share", type=float, default=0.0, help="of draws from code answers, in [0, 1]")
-    parser.add_argument("--num-train", type=int, default=300, help="maths answers to train on")
-    parser.add_argument("--num-heldout", type=int, default=40, help="maths answers to replay")
+    parser.add_argument("--num-train", type=int, default=300, help="answers of the new domain to train on")
+    parser.add_argument("--num-heldout", type=int, default=40, help="answers of the new domain to replay")
     parser.add_argument("--num-code", type=int, default=24, help="code answers to replay")
     parser.add_argument("--num-replay", type=int, default=60, help="code answers to mix in")
     parser.add_argument("--max-tokens", type=int, default=80, help="of an answer")
@@ -325,10 +330,15 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     bench = Bench(args)
     if args.record_only:
-        for name in (*HELD_OUT, *TRAINED):
+        for name in (args.domain, "code", f"{args.domain}_train", "code_train"):
             print(f"{name}: {len(bench.answers[name])} answers")
         return
-    setup = {**bench.answers.sizes._asdict(), "target": bench.answers.digest, "evaluations": args.evaluations}
+    setup = {
+        "domain": args.domain,
+        **bench.answers.sizes._asdict(),
+        "target": bench.answers.digest,
+        "evaluations": args.evaluations,
+    }
     results = Results(args.json, setup)
     if results.before is None:
         results.before = Evaluation(0, 0.0, bench.evaluate(bench.shipped))
@@ -344,8 +354,9 @@ def main() -> None:
             run = bench.run(spec)
             results.runs.append(run)
             results.save()
-            print(f"{spec.label} seed {seed}: maths {_final(run):.3f}, {run.evaluations[-1].train_s:.1f} s", flush=True)
-    print_summary(results)
+            length, train_s = _final(run, args.domain), run.evaluations[-1].train_s
+            print(f"{spec.label} seed {seed}: {args.domain} {length:.3f}, {train_s:.1f} s", flush=True)
+    print_summary(results, args.domain)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def main() -> None:
     drafter = Learner(directory, head, Backend(backend.device), TrainerConfig(train_length_head=False)).drafter
     sizes = SetSizes(train=1, heldout=args.num_maths, code=args.num_code, replay=1, max_tokens=args.max_tokens)
     taps = load_drafter_config(directory).tap_layer_ids
-    answers = RecordedAnswers(args.data, sizes, model, head, backend, taps, Deadline(args.time_limit))
+    answers = RecordedAnswers("maths", args.data, sizes, model, head, backend, taps, Deadline(args.time_limit))
     maths, code = answers["maths"], answers["code"]
     started = time.perf_counter()
     turns = [recorded for pair in zip_longest(maths, code) for recorded in pair if recorded is not None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from adaflash.config import EngineConfig
-from adaflash.demo.prompts import demo_prompts
+from adaflash.demo.prompts import DomainPrompt, demo_prompts
+from adaflash.demo.records import record_prompts
 from adaflash.demo.traffic import code_prompts, maths_prompts
 from adaflash.engine.engine import Engine
 from adaflash.models.digest import target_digest
@@ -26,8 +27,8 @@ from adaflash.training.supervision import Supervision, Supervisor
 from adaflash.training.target_head import TargetHead
 from adaflash.training.trajectories import Trajectory
 
-HELD_OUT = ("maths", "code")
-TRAINED = ("maths_train", "code_train")
+# Domains that are new to the shipped drafter; code is the one it knows.
+NEW_DOMAINS: dict[str, Callable[[int, int], list[DomainPrompt]]] = {"maths": maths_prompts, "records": record_prompts}
 # Answered together: on the CPU a larger batch costs little more.
 PROMPTS_PER_FILE = 20
 MAX_MODEL_LEN = 1024
@@ -49,8 +50,8 @@ class SetSizes(NamedTuple):
     """Answers of each set and tokens of an answer.
 
     Attributes:
-        train: Maths answers to train on.
-        heldout: Maths answers to replay.
+        train: Answers of the new domain to train on.
+        heldout: Answers of the new domain to replay.
         code: Code answers to replay, to the embedded prompts first.
         replay: Code answers to mix into training.
         max_tokens: Limit of an answer.
@@ -66,7 +67,10 @@ class SetSizes(NamedTuple):
 class RecordedAnswers:
     """Answers by the name of their set; what is missing is recorded when it is asked for.
 
+    Sets are `<domain>` and `code` to replay, `<domain>_train` and `code_train` to train on.
+
     Args:
+        domain: The new domain, a key of `NEW_DOMAINS`.
         folder: Where they are kept; a file of other prompts, target or limit ends the program.
         sizes: Of the sets.
         model: The demo model's directory.
@@ -78,6 +82,7 @@ class RecordedAnswers:
 
     def __init__(
         self,
+        domain: str,
         folder: Path,
         sizes: SetSizes,
         model: Path,
@@ -87,7 +92,7 @@ class RecordedAnswers:
         deadline: Deadline,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.sizes, self.digest = sizes, target_digest(model)
+        self.domain, self.sizes, self.digest = domain, sizes, target_digest(model)
         self._folder, self._deadline = folder, deadline
         self._supervisor = Supervisor(model, head, backend, tap_layer_ids, self.digest, MAX_MODEL_LEN)
         self._sets: dict[str, list[Supervision]] = {}
@@ -106,9 +111,9 @@ class RecordedAnswers:
 
     def _prompts(self, name: str) -> list[str]:
         sizes = self.sizes
-        if name in ("maths", "maths_train"):
-            problems = [prompt.prompt for prompt in maths_prompts(0, sizes.heldout + sizes.train)]
-            return problems[: sizes.heldout] if name == "maths" else problems[sizes.heldout :]
+        if name.removesuffix("_train") == self.domain:
+            prompts = [prompt.prompt for prompt in NEW_DOMAINS[self.domain](0, sizes.heldout + sizes.train)]
+            return prompts[: sizes.heldout] if name == self.domain else prompts[sizes.heldout :]
         embedded = [prompt.prompt for prompt in demo_prompts("code")][: sizes.code]
         num_more = sizes.code - len(embedded)
         tasks = [prompt.prompt for prompt in code_prompts(0, num_more + sizes.replay)]
