@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 ROOT_UID = 0
-MIXED_VERSIONS = -1
+MIXED_CONTEXT = -1
 
 
 class PrefixMatch(NamedTuple):
@@ -26,13 +26,13 @@ class _Block:
         ref_count: Sequences whose table holds the block.
         uid: Identity of the cached content, unique for ever; None when the block is not in the prefix cache.
         key: (uid of the content before it, its token ids), set with `uid`.
-        drafter_version: Version that wrote the drafter's rows, `MIXED_VERSIONS` if several did; None: not valid.
+        context_id: Of the weights that wrote the drafter's rows, `MIXED_CONTEXT` if several did; None: not valid.
     """
 
     ref_count: int = 0
     uid: int | None = None
     key: tuple[int, tuple[int, ...]] | None = None
-    drafter_version: int | None = None
+    context_id: int | None = None
 
 
 class BlockManager:
@@ -84,9 +84,9 @@ class BlockManager:
                 return False
         return True
 
-    def drafter_version(self, block: int) -> int | None:
-        """Return the version that wrote the drafter's rows of a cached block, None when they are not valid."""
-        return self._blocks[block].drafter_version
+    def context_id(self, block: int) -> int | None:
+        """Return which weights wrote the drafter's rows of a cached block, None when they are not valid."""
+        return self._blocks[block].context_id
 
     def allocate(self, num_blocks: int, after: int | None = None) -> list[int] | None:
         """Take `num_blocks` exclusive blocks, or None (and take nothing) when there are not enough.
@@ -148,12 +148,12 @@ class BlockManager:
             table_[i] = copy
         return pairs
 
-    def match_prefix(self, token_ids: list[int], drafter_version: int | None = None) -> PrefixMatch:
+    def match_prefix(self, token_ids: list[int], context_id: int | None = None) -> PrefixMatch:
         """Return the cached blocks of the longest full-block prefix of `token_ids`; takes no reference.
 
         Args:
             token_ids: A prompt.
-            drafter_version: Stop at the first block whose drafter rows this version did not write; None takes all.
+            context_id: Stop at the first block whose drafter rows other weights wrote; None takes all.
         """
         blocks: list[int] = []
         uid = ROOT_UID
@@ -163,7 +163,7 @@ class BlockManager:
             block = self._cached.get((uid, tuple(token_ids[start : start + self.block_size])))
             if block is None:
                 break
-            if drafter_version not in (None, self._blocks[block].drafter_version):
+            if context_id not in (None, self._blocks[block].context_id):
                 break
             next_uid = self._blocks[block].uid
             assert next_uid is not None, "a block in the cache has an identity"
@@ -171,19 +171,19 @@ class BlockManager:
             uid = next_uid
         return PrefixMatch(blocks, uid)
 
-    def register(self, block: int, parent_uid: int, token_ids: tuple[int, ...], drafter_version: int | None) -> int:
+    def register(self, block: int, parent_uid: int, token_ids: tuple[int, ...], context_id: int | None) -> int:
         """Put a full block whose rows are all committed into the prefix cache.
 
         Args:
             block: The block, held by the calling sequence.
             parent_uid: What `register` returned for the block before it (`ROOT_UID` for the first).
             token_ids: Its `block_size` tokens.
-            drafter_version: What wrote the drafter's rows; None when they are not valid.
+            context_id: Of the weights that wrote the drafter's rows; None when they are not valid.
 
         Returns:
             The content's identity, to be passed as `parent_uid` for the next block. When equal content is cached
-            already its identity is returned. Then `block` stays private, unless it has drafter rows of one version and
-            the other has not, or of another: what is registered last is of the version that requests get now.
+            already its identity is returned. Then `block` stays private, unless one context wrote all its drafter rows
+            and not the other's: what is registered last is of the version that requests get now.
         """
         assert len(token_ids) == self.block_size, "only full blocks are cached"
         if not self.enable_prefix_caching:
@@ -194,13 +194,13 @@ class BlockManager:
         if known is not None:
             other = self._blocks[known]
             assert other.uid is not None, "a block in the cache has an identity"
-            is_better = drafter_version not in (None, MIXED_VERSIONS, other.drafter_version)
-            if known == block or not (is_better or (other.drafter_version is None and drafter_version is not None)):
+            is_better = context_id not in (None, MIXED_CONTEXT, other.context_id)
+            if known == block or not (is_better or (other.context_id is None and context_id is not None)):
                 return other.uid
             uid, other.uid, other.key = other.uid, None, None
         else:
             uid, self._next_uid = self._next_uid, self._next_uid + 1
-        state.uid, state.key, state.drafter_version = uid, key, drafter_version
+        state.uid, state.key, state.context_id = uid, key, context_id
         self._cached[key] = block
         return uid
 
@@ -223,4 +223,4 @@ class BlockManager:
         state = self._blocks[block]
         if state.key is not None:
             del self._cached[state.key]
-        state.uid, state.key, state.drafter_version = None, None, None
+        state.uid, state.key, state.context_id = None, None, None

@@ -85,7 +85,8 @@ class DrafterRollout:
         )
         self._num_compared[version == self.drafters.candidate] += is_compared
         for seq in sequences:
-            seq.drafter_version, seq.is_compared = version, is_compared
+            seq.drafter_version, seq.context_id = version, self.drafters[version].context_id
+            seq.is_compared = is_compared
 
     def is_on_trial(self, seq: Sequence) -> bool:
         """Whether the drafts of a sequence help to decide about the candidate."""
@@ -94,7 +95,7 @@ class DrafterRollout:
         return seq.drafter_version in (self.drafters.candidate, self.drafters.good)
 
     def observe(self, seq: Sequence, num_tokens: int) -> None:
-        """Count a drafted round that emitted `num_tokens`; only rounds on rows of one version are compared."""
+        """Count a drafted round that emitted `num_tokens`; only rounds on rows of its own are compared."""
         if self._canary is not None and seq.is_context_pure:
             is_candidate = seq.drafter_version == self.drafters.candidate
             if is_candidate or seq.drafter_version == self.drafters.good:
@@ -157,7 +158,7 @@ class DrafterRollout:
             if state.samples[0].seq.drafter_version == version:
                 good = self.drafters.move(version)
                 for sample in state.samples:
-                    sample.seq.move_to_version(good)
+                    sample.seq.move_to_drafter(good, self.drafters.current.context_id)
 
     def _drop_candidate(self, version: int) -> None:
         self.drafters.roll_back()

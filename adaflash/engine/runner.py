@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adaflash.cache.block_manager import MIXED_CONTEXT
 from adaflash.cache.kv_cache import KVCache
 from adaflash.engine.context_backlog import ContextBacklog
 from adaflash.engine.features import FeaturePool
@@ -182,12 +183,12 @@ class Runner:
         assert self.backlog is not None, "there is room for what is put off"
         assert self._draft_kv is not None, "a drafter comes with its KV pool"
         started = time.perf_counter()
-        seqs = sorted(seqs, key=lambda seq: seq.drafter_version)
-        for version, group in itertools.groupby(seqs, key=lambda seq: seq.drafter_version):
+        seqs = sorted(seqs, key=lambda seq: seq.context_id)
+        for _, group in itertools.groupby(seqs, key=lambda seq: seq.context_id):
             behind = list(group)
             taps = self.backlog.take([seq.key for seq in behind])
             positions, slots = _pending_rows(behind, self._draft_kv.block_size, self.backend.device)
-            self.drafters[version].write_context(taps, positions, slots, self._draft_kv)
+            self.drafters[behind[0].drafter_version].write_context(taps, positions, slots, self._draft_kv)
         self.times.draft += time.perf_counter() - started
 
     def verify(self, rounds: list[Round], drafts: Drafts | None) -> list[Verified]:
@@ -223,21 +224,23 @@ class Runner:
     def _write_context(
         self, taps: Tensor, batch: PackedBatch, rounds: list[Round], contexts: list[ContextWrite]
     ) -> None:
-        """Write every sequence's drafter KV with its own version, or keep the features for later.
+        """Write every sequence's drafter KV with its own version's weights, or keep the features for later.
 
         Rejected rows are written too: they lie in the sequence's own lookahead slots and are overwritten.
         """
         assert self.drafters is not None, "there is a drafter to write for"
         assert self._draft_kv is not None, "a drafter comes with its KV pool"
         seqs = [r.scheduled.seq for r in rounds]
-        versions = {seq.drafter_version for seq in seqs}
-        if len(versions) == 1 and contexts.count(ContextWrite.NOW) == len(contexts):
-            self.drafters[versions.pop()].write_context(taps, batch.positions, batch.slot_mapping, self._draft_kv)
+        writers = {seq.context_id: seq.drafter_version for seq in seqs}
+        if len(writers) == 1 and contexts.count(ContextWrite.NOW) == len(contexts):
+            self.drafters[seqs[0].drafter_version].write_context(
+                taps, batch.positions, batch.slot_mapping, self._draft_kv
+            )
             return
         is_now = np.array([context is ContextWrite.NOW for context in contexts])
-        now = np.repeat(np.where(is_now, [seq.drafter_version for seq in seqs], -1), batch.query_lens_cpu)
-        for version in versions:
-            rows = np.flatnonzero(now == version)
+        now = np.repeat(np.where(is_now, [seq.context_id for seq in seqs], MIXED_CONTEXT), batch.query_lens_cpu)
+        for context_id, version in writers.items():
+            rows = np.flatnonzero(now == context_id)
             if len(rows):
                 index = device_tensor(rows, self.backend.device)
                 positions, slots = batch.positions[index], batch.slot_mapping[index]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from adaflash.cache.block_manager import MIXED_VERSIONS, BlockManager
+from adaflash.cache.block_manager import MIXED_CONTEXT, BlockManager
 from adaflash.engine.prompt_room import PromptRoom
 from adaflash.engine.sequence import ContextWrite, Sequence
 from adaflash.speculative.cost_model import StepCosts
@@ -83,7 +83,7 @@ class Scheduler:
     Attributes:
         select: Decides which sequences draft; None lets all of them that can.
         forecast: Tokens that running sequences will take; new ones are admitted beside that.
-        takes_bare_prefixes: Whether a request takes cached tokens without rows of its drafter version, and so never
+        takes_bare_prefixes: Whether a request takes cached tokens without rows of its drafter's context, and so never
             drafts, rather than compute them again.
         costs: Seconds of steps; prompts are cut so that steps keep the limits of what they decode. None cuts nothing.
     """
@@ -124,7 +124,8 @@ class Scheduler:
             self.blocks.share(child.block_table)
             child.num_computed = parent.num_prompt_tokens - 1
             child.has_drafter_kv, child.is_context_pure = parent.has_drafter_kv, parent.is_context_pure
-            child.drafter_version, child.version_start = parent.drafter_version, parent.version_start
+            child.drafter_version, child.context_id = parent.drafter_version, parent.context_id
+            child.context_start = parent.context_start
             child.num_registered, child.last_uid = parent.num_registered, parent.last_uid
             self.running.append(child)
         self.waiting.extendleft(reversed(late))
@@ -258,11 +259,11 @@ class Scheduler:
         self._num_started += 1
         is_bare_welcome = self.takes_bare_prefixes and self._num_started % _OWN_CONTEXT_INTERVAL != 0
         needs_rows = self.limits is not None and not is_bare_welcome
-        # Rows that another version wrote are worth no more than none (ADR 8).
-        matched, uid = self.blocks.match_prefix(seq.token_ids, seq.drafter_version if needs_rows else None)
+        # Rows that other weights wrote are worth no more than none (ADR 8).
+        matched, uid = self.blocks.match_prefix(seq.token_ids, seq.context_id if needs_rows else None)
         needed = self.blocks.num_blocks_for(seq.num_tokens)
-        versions = {self.blocks.drafter_version(block) for block in matched}
-        seq.has_drafter_kv = versions <= {seq.drafter_version}
+        written_by = {self.blocks.context_id(block) for block in matched}
+        seq.has_drafter_kv = written_by <= {seq.context_id}
         seq.block_table = list(matched)
         self.blocks.share(matched)
         # What runs will need blocks soon: admitting into the last ones would only preempt again.
@@ -329,8 +330,8 @@ class Scheduler:
             start = seq.num_registered * block_size
             tokens = tuple(seq.token_ids[start : start + block_size])
             block = seq.block_table[seq.num_registered]
-            version = seq.drafter_version if start >= seq.version_start else MIXED_VERSIONS
-            seq.last_uid = self.blocks.register(block, seq.last_uid, tokens, version if seq.has_drafter_kv else None)
+            context_id = seq.context_id if start >= seq.context_start else MIXED_CONTEXT
+            seq.last_uid = self.blocks.register(block, seq.last_uid, tokens, context_id if seq.has_drafter_kv else None)
             seq.num_registered += 1
 
     def _release(self, seq: Sequence) -> None:
@@ -339,7 +340,7 @@ class Scheduler:
         seq.num_computed = 0
         seq.num_registered, seq.last_uid = 0, 0
         seq.has_drafter_kv = seq.is_context_pure = True
-        seq.version_start, seq.num_pending = 0, 0
+        seq.context_start, seq.num_pending = 0, 0
 
     def _preempt(self, seq: Sequence, plan: Schedule) -> None:
         self.running.remove(seq)

@@ -39,8 +39,9 @@ class Sequence:
         has_drafter_kv: Whether the drafter's KV is valid for all computed tokens but the pending ones.
         num_pending: Last computed tokens whose drafter KV is still to be written.
         drafter_version: Version that drafts for it and writes its drafter KV.
-        version_start: Computed tokens when that version took over: rows before it are another's.
-        is_context_pure: Whether all its drafter KV was written by that version.
+        context_id: Of the weights that write its drafter KV; versions may share them (`Drafter.context_id`).
+        context_start: Computed tokens when those weights took over: rows before it are another's.
+        is_context_pure: Whether they wrote all its drafter KV.
         is_captured: Whether it becomes a trajectory for a trainer.
         is_compared: Whether its drafts decide about a version on trial.
         num_cached_tokens: Prompt tokens whose KV came from the prefix cache at admission.
@@ -51,6 +52,8 @@ class Sequence:
 
     __slots__ = (
         "block_table",
+        "context_id",
+        "context_start",
         "drafter_version",
         "has_drafter_kv",
         "is_captured",
@@ -69,7 +72,6 @@ class Sequence:
         "request",
         "sample_index",
         "token_ids",
-        "version_start",
     )
 
     def __init__(self, key: int, request: Request, sample_index: int, max_output_tokens: int) -> None:
@@ -84,7 +86,7 @@ class Sequence:
         self.has_drafter_kv = True
         self.num_pending = 0
         self.drafter_version = 0
-        self.version_start = 0
+        self.context_id = self.context_start = 0
         self.is_context_pure = True
         self.is_captured = False
         self.is_compared = False
@@ -108,11 +110,12 @@ class Sequence:
         """Whether only the anchor has no KV and the output has begun: the state a draft starts from."""
         return self.num_computed == self.num_tokens - 1 and self.num_tokens > self.num_prompt_tokens
 
-    def move_to_version(self, version: int) -> None:
+    def move_to_drafter(self, version: int, context_id: int) -> None:
         """Let another version draft from here on; the rows that are there stay."""
         self.drafter_version = version
-        self.version_start = self.num_computed
-        self.is_context_pure = self.num_computed == 0
+        if context_id != self.context_id:
+            self.context_id, self.context_start = context_id, self.num_computed
+            self.is_context_pure = self.num_computed == 0
 
     def append(self, token_ids: list[int]) -> None:
         """Commit output tokens."""

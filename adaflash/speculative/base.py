@@ -43,6 +43,8 @@ class Drafter(ABC):
 
     Attributes:
         version: Number of the weights being served; 0 is what came with the checkpoint.
+        context_id: Identity of the weights that write context rows: drafters with the same one write the same rows, so
+            that a version may go on with what another wrote.
         draft_block_size: W, anchor included: how wide blocks are that the weights were trained with, and at most.
         mask_token_id: Filler of the draft block; never proposed as a draft.
         tap_layer_ids: Target layers i whose output (HF `hidden_states[i + 1]`) feeds the context.
@@ -55,6 +57,7 @@ class Drafter(ABC):
     """
 
     version: int
+    context_id: int
     draft_block_size: int
     mask_token_id: int
     tap_layer_ids: tuple[int, ...]

@@ -8,6 +8,7 @@ business.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable
 
 import torch
@@ -22,6 +23,9 @@ from adaflash.speculative.base import DraftBlock, Drafter, LengthHead
 from adaflash.speculative.drafter_config import DrafterConfig
 from adaflash.speculative.drafter_layers import DrafterLayer, FusedContext
 from adaflash.speculative.length_head import ThresholdLengthHead
+
+# An id fits a signed 64-bit number and is never negative.
+_CONTEXT_ID_BYTES = 7
 
 
 class DFlashDrafter(Drafter, nn.Module):
@@ -56,7 +60,7 @@ class DFlashDrafter(Drafter, nn.Module):
         self.config = config
         self.backend = backend
         self.dtype = dtype
-        self.version = 0
+        self.version = self.context_id = 0
         self.draft_block_size = config.draft_block_size
         self.mask_token_id = config.mask_token_id
         self.tap_layer_ids = config.tap_layer_ids
@@ -149,6 +153,15 @@ class DFlashDrafter(Drafter, nn.Module):
             self._fused = FusedContext(attentions, self.backend)
         else:
             self._fused.rebuild(attentions)
+
+    def identify_context(self) -> None:
+        """Set `context_id` from the weights that write context rows; before `pack`, which drops them."""
+        assert self._fused is not None, "rebuild_fused must follow loading"
+        written_with = (self.fc.weight, self.hidden_norm.weight, *self._fused.weights())
+        digest = hashlib.sha256()
+        for tensor in written_with:
+            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+        self.context_id = int.from_bytes(digest.digest()[:_CONTEXT_ID_BYTES], "big")
 
     def pack(self) -> None:
         """Replace linear weights by the backend's packed form; new weights then need a new drafter."""

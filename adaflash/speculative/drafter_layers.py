@@ -123,6 +123,11 @@ class FusedContext:
         if self.bias is not None and bias is not None:
             self.bias.copy_(bias)
 
+    def weights(self) -> tuple[Tensor, ...]:
+        """Return everything that rows depend on, not yet packed."""
+        assert self.weight is not None, "a packed projection has no weights of its own"
+        return self.weight, self.key_norm, *(() if self.bias is None else (self.bias,))
+
     def pack(self) -> None:
         """Hand the weights to the backend and drop them."""
         assert self.weight is not None, "a projection is packed once"

@@ -109,6 +109,7 @@ def _load_weights(checkpoint: Checkpoint, drafter: DFlashDrafter, progress: Prog
     ignored = ("d2t", "t2d", r".*rotary_emb\.inv_freq")
     checkpoint.load(drafter_slots(drafter), "the drafter of its config.json", ignored, progress)
     drafter.rebuild_fused()
+    drafter.identify_context()
 
 
 def drafter_slots(drafter: DFlashDrafter) -> dict[str, Tensor]:

@@ -6,10 +6,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from adaflash.cache.block_manager import MIXED_VERSIONS
+from adaflash.cache.block_manager import MIXED_CONTEXT
 from adaflash.config import EngineConfig
 from adaflash.engine.engine import Engine
 from adaflash.request import RequestOutput, SamplingParams
@@ -152,8 +155,10 @@ def test_cached_rows_of_another_version_are_computed_again_and_replaced(setup: T
     engine = tiny_engine(setup, "random", CONFIG)
     prompt, blocks = list(range(5, 5 + 20)), engine._blocks
     engine.generate(prompt, replace(GREEDY, max_tokens=8))
-    assert len(blocks.match_prefix(prompt, 0).blocks) == 2
+    old = engine.rollout.drafters.current.context_id
+    assert len(blocks.match_prefix(prompt, old).blocks) == 2
     engine.rollout.introduce(_version(engine, setup, 1))
+    new = engine.rollout.drafters.current.context_id
     for num_cached in (0, 16):  # the first request of the new version, and the second
         engine.add_request([*prompt, 3, 4], GREEDY)
         engine.step()
@@ -161,22 +166,107 @@ def test_cached_rows_of_another_version_are_computed_again_and_replaced(setup: T
         assert sample.seq.num_cached_tokens == num_cached
         assert sample.seq.is_context_pure
         step_until_done(engine, lambda _: None)
-    assert not blocks.match_prefix(prompt, 0).blocks
-    assert len(blocks.match_prefix(prompt, 1).blocks) == 2
+    assert not blocks.match_prefix(prompt, old).blocks
+    assert len(blocks.match_prefix(prompt, new).blocks) == 2
 
 
 def test_cached_blocks_know_who_wrote_their_drafter_rows(setup: TinySetup) -> None:
     engine = tiny_engine(setup, "random", CONFIG)
     blocks = engine._blocks
     engine.rollout.introduce(_version(engine, setup, 1))
+    first = engine.rollout.drafters.current.context_id
     engine.add_request(list(range(40, 62)), GREEDY, "moved")
     engine.step()
     (sample,) = engine._samples.values()
     assert sample.seq.is_context_pure
     engine.rollout.introduce(_version(engine, setup, 2))
+    second = engine.rollout.drafters.current.context_id
     engine.rollout.retire(1)
     assert not sample.seq.is_context_pure
     step_until_done(engine, lambda _: None)
-    versions = [blocks.drafter_version(b) for b in blocks.match_prefix(sample.seq.token_ids).blocks]
-    assert versions[:2] == [1, 1]
-    assert versions[2:] == [MIXED_VERSIONS, *[2] * (len(versions) - 3)]
+    written_by = [blocks.context_id(b) for b in blocks.match_prefix(sample.seq.token_ids).blocks]
+    assert written_by[:2] == [first, first]
+    assert written_by[2:] == [MIXED_CONTEXT, *[second] * (len(written_by) - 3)]
+
+
+def _changed(engine: Engine, setup: TinySetup, folder: Path, tensor: str) -> DFlashDrafter:
+    """Version 1: the served weights but for one tensor."""
+    served = engine.rollout.drafters.current
+    assert isinstance(served, DFlashDrafter)
+    source = setup.drafters["random"]
+    tensors = load_file(source / "model.safetensors")
+    tensors[tensor] = tensors[tensor] * 1.5
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_bytes((source / "config.json").read_bytes())
+    drafter = load_version(folder, served, 1)
+    drafter.pack()
+    return drafter
+
+
+CONTEXT_TENSORS = ("fc", "hidden_norm", *(f"layers.1.self_attn.{name}" for name in ("k_proj", "v_proj", "k_norm")))
+OTHER_TENSORS = (
+    "norm",
+    "layers.0.input_layernorm",
+    "layers.1.self_attn.q_proj",
+    "layers.1.self_attn.q_norm",
+    "layers.0.self_attn.o_proj",
+    "layers.1.mlp.down_proj",
+)
+
+
+@pytest.mark.parametrize("name", [*CONTEXT_TENSORS, *OTHER_TENSORS])
+def test_the_identity_of_a_context_is_that_of_the_weights_that_write_it(
+    setup: TinySetup, tmp_path: Path, name: str
+) -> None:
+    engine = tiny_engine(setup, "random", CONFIG)
+    changed = _changed(engine, setup, tmp_path, f"{name}.weight")
+    is_same = changed.context_id == engine.rollout.drafters.current.context_id
+    assert is_same == (name in OTHER_TENSORS)
+
+
+def test_a_version_with_the_same_context_goes_on_with_what_others_wrote(setup: TinySetup, tmp_path: Path) -> None:
+    engine = tiny_engine(setup, "random", CONFIG)
+    prompt = list(range(5, 5 + 20))
+    engine.generate(prompt, replace(GREEDY, max_tokens=8))
+    engine.add_request(list(range(40, 62)), GREEDY, "moved")
+    engine.step()
+    (moved,) = (sample.seq for sample in engine._samples.values())
+    engine.rollout.introduce(_changed(engine, setup, tmp_path, "layers.0.mlp.down_proj.weight"))
+    engine.add_request([*prompt, 3, 4], GREEDY, "new")
+    engine.step()
+    (new,) = (sample.seq for sample in engine._samples.values() if sample.seq is not moved)
+    assert (new.num_cached_tokens, new.drafter_version, new.is_context_pure) == (16, 1, True)
+    engine.rollout.retire(0)
+    assert (moved.drafter_version, moved.is_context_pure) == (1, True)
+    step_until_done(engine, lambda _: None)
+    context_id = engine.rollout.drafters.current.context_id
+    written_by = [engine._blocks.context_id(b) for b in engine._blocks.match_prefix(moved.token_ids).blocks]
+    assert written_by == [context_id] * len(written_by)
+
+
+def test_versions_with_the_same_context_write_their_rows_together(
+    setup: TinySetup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_writes = [0]
+    write = DFlashDrafter.write_context
+
+    def counted(drafter: DFlashDrafter, *args: Tensor) -> None:
+        num_writes[0] += 1
+        write(drafter, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(DFlashDrafter, "write_context", counted)
+    engine = tiny_engine(setup, "random", CONFIG)
+    for tensor, expected in (("layers.0.mlp.down_proj.weight", 1), ("fc.weight", 2)):
+        for index in range(2):
+            engine.add_request(PROMPTS[index], GREEDY)
+            if index == 0:
+                engine.rollout.introduce(_changed(engine, setup, tmp_path, tensor), canary(0.5))
+                engine.add_request(PROMPTS[2], GREEDY)
+        for _ in range(2):
+            engine.step()
+        assert {sample.seq.drafter_version for sample in engine._samples.values()} == {0, 1}
+        num_writes[0] = 0
+        engine.step()
+        assert num_writes[0] == expected, tensor
+        step_until_done(engine, lambda _: None)
+        engine.rollout.roll_back("by hand")

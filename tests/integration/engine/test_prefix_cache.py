@@ -108,7 +108,7 @@ def _checksums(engine: Engine) -> dict[tuple[int, int], bytes]:
             index = (block, cached.uid)
             target = b"".join(cache[block].numpy().tobytes() for cache in [*kv.k, *kv.v])
             drafter = b"".join(cache[block].numpy().tobytes() for cache in [*draft_kv.k, *draft_kv.v])
-            state[index] = target + (drafter if cached.drafter_version is not None else b"")
+            state[index] = target + (drafter if cached.context_id is not None else b"")
     return state
 
 
