@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import dataclasses
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -101,14 +102,15 @@ def _bench_engine(
     policies = _policies(args.policies)
     with load_progress() as progress:
         engine = Engine(config, progress)
-    for policy in policies:
-        engine.set_verify_policy(policy)  # Fails now, not after an hour, when the drafter cannot do it.
     summaries: list[PolicySummary] = []
-    for concurrency in concurrencies:
-        passes = run_interleaved(
-            engine, policies, requests, concurrency, args.rounds, lambda result: show_pass(result, console)
-        )
-        summaries += summarize(passes, REFERENCE_POLICY)
+    with closing(engine):
+        for policy in policies:
+            engine.set_verify_policy(policy)  # Fails now, not after an hour, when the drafter cannot do it.
+        for concurrency in concurrencies:
+            passes = run_interleaved(
+                engine, policies, requests, concurrency, args.rounds, lambda result: show_pass(result, console)
+            )
+            summaries += summarize(passes, REFERENCE_POLICY)
     return engine.info, summaries
 
 

@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from adaflash.cli import demo_online
@@ -77,9 +78,10 @@ def run(args: argparse.Namespace) -> int:
     )
     with load_progress() as progress:
         engine = Engine(config, progress)
-    if console.is_terminal and not args.json:
-        _show_generation(engine, requests, console)
-    summaries = summarize(_measure(engine, requests, args.rounds, console), _PLAIN)
+    with closing(engine):
+        if console.is_terminal and not args.json:
+            _show_generation(engine, requests, console)
+        summaries = summarize(_measure(engine, requests, args.rounds, console), _PLAIN)
     if args.json:
         json.dump(_report(engine, args, summaries), sys.stdout, indent=2)
         print()

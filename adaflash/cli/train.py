@@ -8,7 +8,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -123,7 +123,8 @@ def _answered(
             max_num_seqs=8,
         )
     )
-    outputs = engine.generate(data.prompts, SamplingParams(temperature=0.0, max_tokens=max_tokens))
+    with closing(engine):
+        outputs = engine.generate(data.prompts, SamplingParams(temperature=0.0, max_tokens=max_tokens))
     return [
         TokenSample([*output.prompt_token_ids, *output.outputs[0].token_ids], len(output.prompt_token_ids))
         for output in outputs

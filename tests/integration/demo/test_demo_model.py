@@ -11,6 +11,7 @@ import pytest
 
 from adaflash.cli.main import main
 from adaflash.demo.model import demo_model_dir, verify_demo_model
+from adaflash.engine.engine import Engine
 from adaflash.engine.tokenizer import Tokenizer
 from adaflash.request import ChatMessage
 
@@ -108,8 +109,31 @@ def test_transformers_generates_the_known_tokens(model_dir: Path) -> None:
     assert output[0, len(prompt) :].tolist() == EXPECTED
 
 
-def test_demo_gives_identical_tokens_with_speculation_active(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def num_closed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many engines were closed, and so kept what they had learned about costs."""
+    counter, close = [0], Engine.close
+
+    def counted(engine: Engine) -> None:
+        counter[0] += 1
+        close(engine)
+
+    monkeypatch.setattr(Engine, "close", counted)
+    return counter
+
+
+def test_demo_gives_identical_tokens_with_speculation_active(
+    capsys: pytest.CaptureFixture[str], num_closed: list[int]
+) -> None:
     assert main(["demo", "--json", "--num-prompts", "1", "--max-tokens", "16", "--rounds", "1"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["tokens_identical"] is True
     assert report["speculative"]["num_verified_tokens"] > 0
+    assert num_closed == [1]
+
+
+def test_bench_closes_its_engine(capsys: pytest.CaptureFixture[str], num_closed: list[int]) -> None:
+    flags = ["--policies", "off,goodput", "--num-prompts", "1", "--max-tokens", "2", "--rounds", "1"]
+    assert main(["bench", "--max-model-len", "512", "--num-kv-blocks", "32", *flags]) == 0
+    assert "goodput" in capsys.readouterr().out
+    assert num_closed == [1]
