@@ -28,7 +28,7 @@ from adaflash.speculative.dflash import DFlashDrafter
 logger = logging.getLogger(__name__)
 
 # Raise it when measuring changes, so that what was measured before is not used any more.
-_FORMAT_VERSION = 2
+_FORMAT_VERSION = 3
 _FOLDER = "step-costs"
 
 

@@ -11,10 +11,10 @@ import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, Protocol
 
 import numpy as np
-from numba import config, njit, types
+from numba import cfunc, config, njit, types
 from numba.extending import intrinsic
 
 logger = logging.getLogger(__name__)
@@ -33,25 +33,49 @@ _MIN_EXPONENT, _MAX_EXPONENT, _INFINITY = np.float32(-87.0), np.float32(88.0), n
 
 def compiled(signature: str, fastmath: frozenset[str] = frozenset()) -> Callable[[Kernel[P]], Kernel[P]]:
     """Compile a kernel for one signature, with LLVM's fast-math flags `fastmath`."""
+    options = {"fastmath": set(fastmath), "error_model": "numpy"}
 
     def compile_kernel(kernel: Kernel[P]) -> Kernel[P]:
-        options = {"fastmath": set(fastmath), "error_model": "numpy"}
-        try:
-            decorated = njit(signature, cache=True, **options)(kernel)
-        except RuntimeError as error:  # What numba raises when neither the package nor the home can be written.
-            if "cannot cache function" not in str(error):
-                raise
-            _warn_uncached("no folder can be written")
-            decorated = njit(signature, **options)(kernel)
-        except OSError as error:  # The folder can be written, the kernel's file cannot: a full disk, another owner.
-            _warn_uncached(str(error.strerror))
-            decorated = njit(signature, **options)(kernel)
-        else:
+        decorated = _cached(lambda cache: njit(signature, cache=cache, **options)(kernel))
+        if decorated.stats.cache_path is not None:
             _check_folder(decorated.stats.cache_path)
         typed: Kernel[P] = decorated
         return typed
 
     return compile_kernel
+
+
+class Callback(Protocol):
+    """A kernel with the calling convention of C.
+
+    Attributes:
+        address: Of the function.
+    """
+
+    address: int
+
+
+def compiled_callback(signature: str) -> Callable[[Kernel[P]], Callback]:
+    """Compile a kernel that C code calls by its address."""
+
+    def compile_kernel(kernel: Kernel[P]) -> Callback:
+        callback: Callback = _cached(lambda cache: cfunc(signature, cache=cache, error_model="numpy")(kernel))
+        return callback
+
+    return compile_kernel
+
+
+def _cached(compile_with: Callable[[bool], Any]) -> Any:
+    """Compile with a cache on disk where one can be had."""
+    try:
+        return compile_with(True)
+    except RuntimeError as error:  # What numba raises when neither the package nor the home can be written.
+        if "cannot cache function" not in str(error):
+            raise
+        _warn_uncached("no folder can be written")
+    except OSError as error:  # The folder can be written, the kernel's file cannot: a full disk, another owner.
+        _warn_uncached(str(error.strerror))
+    return compile_with(False)
 
 
 def _check_folder(used: str) -> None:

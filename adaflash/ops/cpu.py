@@ -14,6 +14,7 @@ from torch import Tensor
 from adaflash.ops import cpu_kernels as kernels
 from adaflash.ops.backend import Backend, LinearFn, MemoryInfo
 from adaflash.ops.cpu_attention import CpuAttentionMetadata, PlanKey, run_plan
+from adaflash.ops.cpu_linear import compiled_linear
 from adaflash.ops.metadata import AttentionMetadata, NormOutput, PackedBatch
 
 # oneDNN chooses its packed layout for this many rows; measured best or equal from 1 to 512 rows.
@@ -152,17 +153,23 @@ class CpuBackend(Backend):
         )
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> LinearFn:
-        """See `Backend.pack_linear`; fp32 weights go to oneDNN's blocked layout, for inference only."""
+        """See `Backend.pack_linear`; for inference only.
+
+        What the compiled kernel does not take goes to oneDNN's blocked layout if it is fp32.
+        """
+        linear = compiled_linear(weight.detach(), bias)
+        if linear is not None:
+            return linear
         if weight.dtype != torch.float32 or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
             return lambda x: F.linear(x, weight, bias)
         packed = torch.ops.mkldnn._reorder_linear_weight.default(weight.detach(), PACKED_ROWS)
         pointwise = torch.ops.mkldnn._linear_pointwise.default
 
-        def linear(x: Tensor) -> Tensor:
+        def packed_linear(x: Tensor) -> Tensor:
             out: Tensor = pointwise(x, packed, bias, "none", [], "")
             return out
 
-        return linear
+        return packed_linear
 
     def memory_info(self) -> MemoryInfo:
         """Return memory the kernel could hand out without swapping, and installed memory."""
