@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Servers go on with the context rows that older versions wrote (ADR 10).
+TRAINER_DEFAULTS: Mapping[str, object] = {"freeze_context": True}
 # A server listens beside its trainer, and a trajectory with its features is large.
 SERVER_DEFAULTS: Mapping[str, object] = {"grpc_port": 50052, "max_message_bytes": 256 << 20}
 # These are about generation.
@@ -74,8 +76,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("model_argument", metavar="MODEL", nargs="?", help="the same as --model")
     parser.add_argument("--config", metavar="FILE", help="YAML file of `flag-name: value` lines")
     parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="least severe log lines to show")
-    add_flags(parser, "training", flags_of(TrainerConfig))
+    add_flags(parser, "training", trainer_flags())
     add_flags(parser, "server", server_flags())
+
+
+def trainer_flags() -> list[Flag]:
+    """Return the flags of training with what is different online."""
+    return flags_of(TrainerConfig, defaults=TRAINER_DEFAULTS)
 
 
 def server_flags() -> list[Flag]:
@@ -106,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
 
 def configs_from(args: argparse.Namespace, environ: Mapping[str, str] | None = None) -> TrainerConfigs:
     """Return the configs that flags, environment and config file add up to."""
-    groups = [flags_of(TrainerConfig), server_flags()]
+    groups = [trainer_flags(), server_flags()]
     flags = [flag for group in groups for flag in group]
     given = given_flags(args, flags)
     if args.model_argument is not None:
@@ -115,7 +122,10 @@ def configs_from(args: argparse.Namespace, environ: Mapping[str, str] | None = N
         given["model"] = args.model_argument
     settings = merge_settings(flags, given, args.config, environ)
     trainer, server = ({f.field: settings[f.field] for f in group if f.field in settings} for group in groups)
-    return TrainerConfigs(TrainerConfig.from_mapping(trainer), ServerConfig.from_mapping({**SERVER_DEFAULTS, **server}))
+    return TrainerConfigs(
+        TrainerConfig.from_mapping({**TRAINER_DEFAULTS, **trainer}),
+        ServerConfig.from_mapping({**SERVER_DEFAULTS, **server}),
+    )
 
 
 class CheckpointPair(NamedTuple):

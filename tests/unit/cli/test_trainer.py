@@ -28,7 +28,8 @@ def test_a_trainer_has_defaults_of_its_own() -> None:
     configs = parse()
     assert configs.server.grpc_port == 50052
     assert configs.server.max_message_bytes == 256 << 20
-    assert configs.trainer == TrainerConfig()
+    assert configs.trainer == TrainerConfig(freeze_context=True)
+    assert not parse("--no-freeze-context").trainer.freeze_context
 
 
 def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
