@@ -130,6 +130,18 @@ floats, ints, longs = _pointer(types.float32), _pointer(types.int32), _pointer(t
 float_of_bits, bits_of_float = _reinterpret(types.int32, types.float32), _reinterpret(types.float32, types.int32)
 
 
+@intrinsic
+def fetch_and_add(_context: Any, _address: Any, _amount: Any) -> Any:
+    """In kernels: add to the int64 at an address, atomically, and return what it was."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        address, amount = args
+        pointer = builder.inttoptr(address, amount.type.as_pointer())
+        return builder.atomic_rmw("add", pointer, amount, "monotonic")
+
+    return types.int64(types.intp, types.int64), generate
+
+
 @njit(fastmath={"contract"})
 def exp(x: Any) -> Any:
     """Return e^x within 2 ulp, without a call, so that loops over it vectorise; 0 below -87, infinity above 88.

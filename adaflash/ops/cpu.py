@@ -15,6 +15,7 @@ from adaflash.ops import cpu_kernels as kernels
 from adaflash.ops.backend import Backend, LinearFn, MemoryInfo
 from adaflash.ops.cpu_attention import CpuAttentionMetadata, PlanKey, run_plan
 from adaflash.ops.cpu_linear import compiled_linear
+from adaflash.ops.cpu_paged_attention import attend
 from adaflash.ops.metadata import AttentionMetadata, NormOutput, PackedBatch
 
 # oneDNN chooses its packed layout for this many rows; measured best or equal from 1 to 512 rows.
@@ -135,7 +136,7 @@ class CpuBackend(Backend):
         if needs_grad or not isinstance(meta, CpuAttentionMetadata):
             return super().paged_attention(q, k_cache, v_cache, meta, scale, causal, window)
         if 0 < meta.num_pairs <= MAX_COMPILED_PAIRS and _fits_kernel(q, k_cache, v_cache, meta, window):
-            return _attend(q.contiguous(), k_cache, v_cache, meta, scale, causal, window)
+            return attend(q.contiguous(), k_cache, v_cache, meta, scale, causal, window)
         _, block_size, num_kv_heads, head_dim = k_cache.shape
         key = PlanKey(causal, window, block_size, q.shape[1], num_kv_heads, head_dim, q.dtype)
         return run_plan(meta.plan(key), q, k_cache, v_cache, scale)
@@ -193,39 +194,3 @@ def _fits_kernel(q: Tensor, k_cache: Tensor, v_cache: Tensor, meta: CpuAttention
     has_shapes = k_cache.shape == v_cache.shape and q.shape[2] == k_cache.shape[3]
     has_tables = meta.max_seq_len <= meta.block_tables.shape[1] * k_cache.shape[1]
     return meta.has_plain_lengths and has_shapes and has_tables and (window is None or window > 0)
-
-
-def _attend(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    meta: CpuAttentionMetadata,
-    scale: float,
-    causal: bool,
-    window: int | None,
-) -> Tensor:
-    """Attend in one compiled call, [T, Hq, D] -> [T, Hq, D]; see `Backend.paged_attention`."""
-    out = torch.empty_like(q)
-    (_, num_heads, head_dim), (num_blocks, block_size, num_kv_heads, _) = q.shape, k_cache.shape
-    num_seqs, max_blocks = meta.block_tables.shape
-    kernels.paged_attention(
-        q.data_ptr(),
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
-        out.data_ptr(),
-        meta.cu_seqlens_q.data_ptr(),
-        meta.seq_lens.data_ptr(),
-        meta.block_tables.data_ptr(),
-        num_seqs,
-        max_blocks,
-        num_blocks,
-        block_size,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        meta.max_seq_len,
-        scale,
-        causal,
-        window or 0,
-    )
-    return out

@@ -4,20 +4,15 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-import re
-from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from numba import carray
 from torch import Tensor
 
 from adaflash.ops.backend import LinearFn
-from adaflash.ops.compiled import compiled_callback, longs
-from adaflash.ops.dot_tile import DEPTH_STEP, TILE_COLUMNS, TILE_ROWS, dot_tile, fetch_and_add
-
-ParallelFn = Callable[[int, int, int], None]
+from adaflash.ops.compiled import compiled_callback, fetch_and_add, longs
+from adaflash.ops.dot_tile import DEPTH_STEP, TILE_COLUMNS, TILE_ROWS, dot_tile
+from adaflash.ops.openmp import has_threads, parallel_region
 
 # Inputs that are multiplied by all columns of a chunk before the next ones: they stay in a core's second-level cache.
 _INPUT_BYTES = 128 * 1024
@@ -68,10 +63,10 @@ def compiled_linear(weight: Tensor, bias: Tensor | None) -> LinearFn | None:
         weight: [N, K], contiguous.
         bias: [N], or None.
     """
-    parallel = _parallel_region()
+    parallel = parallel_region()
     num_columns, depth = weight.shape
     fits = weight.dtype is torch.float32 and weight.is_contiguous() and depth > 0 and depth % DEPTH_STEP == 0
-    if parallel is None or not fits or num_columns < TILE_COLUMNS:
+    if not has_threads() or not fits or num_columns < TILE_COLUMNS:
         return None
 
     def linear(x: Tensor) -> Tensor:
@@ -88,27 +83,3 @@ def compiled_linear(weight: Tensor, bias: Tensor | None) -> LinearFn | None:
         return out if bias is None else out.add_(bias)
 
     return linear
-
-
-@functools.cache
-def _parallel_region() -> ParallelFn | None:
-    """Return what runs a C function of one pointer on so many threads, or None where it is not found.
-
-    The threads are those of the OpenMP runtime that PyTorch has loaded: a pool of our own would fight with it for the
-    same cores. GCC's, Intel's and LLVM's runtimes all have the entry point `GOMP_parallel`.
-    """
-    try:
-        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    folder = str(Path(torch.__file__).parent)
-    loaded = sorted(set(re.findall(r"(/\S*/lib(?:gomp|iomp|omp)[^/\s]*)$", maps, re.MULTILINE)))
-    for path in sorted(loaded, key=lambda path: not path.startswith(folder)):
-        try:
-            region = ctypes.CDLL(path).GOMP_parallel
-        except (OSError, AttributeError):
-            continue
-        region.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-        region.restype = None
-        return lambda function, data, num_threads: region(function, data, num_threads, 0)
-    return None

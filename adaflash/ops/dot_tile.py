@@ -100,14 +100,3 @@ def _add_lanes(builder: ir.IRBuilder, vector: Any) -> Any:
         vector = builder.fadd(vector, builder.shuffle_vector(vector, ir.Constant(_VECTOR, ir.Undefined), order))
         width //= 2
     return builder.extract_element(vector, _I32(0))
-
-
-@intrinsic
-def fetch_and_add(_context: Any, _address: Any, _amount: Any) -> Any:
-    """Add to the int64 at an address, atomically, and return what it was."""
-
-    def generate(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> Any:
-        address, amount = args
-        return builder.atomic_rmw("add", builder.inttoptr(address, _I64.as_pointer()), amount, "monotonic")
-
-    return types.intp(types.intp, types.intp), generate
