@@ -52,11 +52,14 @@ class ProfileLimits:
     max_model_len: int
 
 
-def make_cases(drafter: Drafter | None, blocks: BlockManager, limits: ProfileLimits) -> list[list[Case]]:
+def make_cases(
+    drafter: Drafter | None, blocks: BlockManager, limits: ProfileLimits, row_multiple: int = 1
+) -> list[list[Case]]:
     """Return the cases in groups, the most telling group first, each in increasing size.
 
-    The first is the least that gives both tables a slope; the next two tell sizes (in steps of 4, then of 2), sequences
-    (few long ones, or one token each) and context apart; the last fills in sizes between.
+    The first is the least that gives both tables a slope; the next two tell sizes (in steps of 4, then of 2, and both
+    ends of the first steps of costs), sequences (few long ones, or one token each) and context apart; the last fills in
+    sizes between. For `row_multiple` see `knots_up_to`.
 
     Raises:
         CapacityError: No KV block is free.
@@ -64,15 +67,16 @@ def make_cases(drafter: Drafter | None, blocks: BlockManager, limits: ProfileLim
     fit = _Fit(drafter, blocks, limits)
     width, max_seqs = fit.width, limits.max_num_seqs
     max_tokens = min(limits.max_num_batched_tokens, max_seqs * width)
-    sizes = knots_up_to(max_tokens)
-    powers = [size for size in sizes if size & (size - 1) == 0]
+    sizes = knots_up_to(max_tokens, row_multiple)
+    ends = [size for size in sizes if size - 1 in sizes and (size - 1) % row_multiple == 0] if row_multiple > 1 else []
+    powers = [size for size in knots_up_to(max_tokens) if size & (size - 1) == 0]
     wide = [size for size in powers[2::2] if size <= max_seqs]  # 4, 16, 64, ...
     longest = min(width, max_tokens)
     groups = (
         [fit.packed(1), fit.packed(longest), fit.draft(min(4, max_seqs))],
         [*map(fit.packed, powers[::2]), fit.packed(1, _LONG_CONTEXT_LEN), *(fit.case(n, n) for n in wide[:1])],
         [
-            *map(fit.packed, powers[1::2]),
+            *map(fit.packed, sorted({*powers[1::2], *ends})),
             fit.packed(longest, _LONG_CONTEXT_LEN),
             *map(fit.draft, wide[1:]),
             *(fit.case(n, n) for n in wide[1:]),

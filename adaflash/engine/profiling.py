@@ -51,7 +51,7 @@ def profile(
     started = time.perf_counter()
     measuring = _Measuring(runner, blocks, budget_s)
     with _untouched_times(runner):
-        groups = make_cases(runner.drafter, blocks, limits)
+        groups = make_cases(runner.drafter, blocks, limits, runner.backend.row_multiple)
         measuring.start(groups[0])
         for count in range(1, len(groups)):
             measuring.measure(groups[count])
@@ -66,7 +66,9 @@ def profile(
         max((sample.size for sample in draft), default=0),
     )
     max_draft_rows = limits.max_num_seqs * (1 if runner.drafter is None else runner.drafter.draft_block_size)
-    return CostModel.from_samples(verify, draft, limits.max_num_batched_tokens, max_draft_rows)
+    return CostModel.from_samples(
+        verify, draft, limits.max_num_batched_tokens, max_draft_rows, runner.backend.row_multiple
+    )
 
 
 class _Run(NamedTuple):

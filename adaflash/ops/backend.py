@@ -50,6 +50,8 @@ class Backend:
 
     name = "reference"
     preferred_block_size = 16
+    # Rows of a forward cost as much as the next multiple of this: verifying up to there is free.
+    row_multiple = 1
     # Whether plain PyTorch is the device's own implementation, so that a reference body is no fallback.
     reference_is_native = False
 

@@ -16,7 +16,9 @@ from adaflash.ops.backend import Backend, LinearFn, MemoryInfo
 from adaflash.ops.cpu_attention import CpuAttentionMetadata, PlanKey, run_plan
 from adaflash.ops.cpu_linear import compiled_linear
 from adaflash.ops.cpu_paged_attention import attend
+from adaflash.ops.dot_tile import TILE_ROWS
 from adaflash.ops.metadata import AttentionMetadata, NormOutput, PackedBatch
+from adaflash.ops.openmp import has_threads
 
 # oneDNN chooses its packed layout for this many rows; measured best or equal from 1 to 512 rows.
 PACKED_ROWS = 32
@@ -49,6 +51,7 @@ class CpuBackend(Backend):
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         super().__init__(device)
+        self.row_multiple = TILE_ROWS if has_threads() else 1
         # Huge pages for weights and caches: 8 % less time per token. PyTorch reads this at its first allocation.
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 

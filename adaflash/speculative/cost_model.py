@@ -87,7 +87,11 @@ class CostModel:
 
     @staticmethod
     def from_samples(
-        verify: Sequence[CostSample], draft: Sequence[CostSample], max_num_tokens: int, max_draft_rows: int
+        verify: Sequence[CostSample],
+        draft: Sequence[CostSample],
+        max_num_tokens: int,
+        max_draft_rows: int,
+        row_multiple: int = 1,
     ) -> CostModel:
         """Fit a model to measured forwards.
 
@@ -96,9 +100,10 @@ class CostModel:
             draft: `size` is the rows of all blocks, `num_seqs` 0; empty where nothing can be drafted.
             max_num_tokens: Most tokens a step may pack.
             max_draft_rows: Most rows of a draft forward.
+            row_multiple: `Backend.row_multiple`.
         """
-        draft_table = CostTable.fit(draft, max_draft_rows) if draft else None
-        return CostModel(CostTable.fit(verify, max_num_tokens), draft_table)
+        draft_table = CostTable.fit(draft, max_draft_rows, row_multiple) if draft else None
+        return CostModel(CostTable.fit(verify, max_num_tokens, row_multiple), draft_table)
 
     @property
     def load(self) -> float:

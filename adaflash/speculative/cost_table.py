@@ -15,6 +15,8 @@ from adaflash.speculative.allocation import FloatArray, IntArray
 _FAR = 1 << 30
 # Shrinks terms that the samples cannot tell from the table to zero; too little to be seen in any other.
 _RIDGE = 1e-4
+# Later ones are small beside the whole.
+_NUM_STEPS = 4
 _MIN_SHARE = 0.01  # of the fastest sample: what the table is at least, however noisy the samples
 
 
@@ -34,10 +36,20 @@ class CostSample(NamedTuple):
     seconds: float
 
 
-def knots_up_to(limit: int) -> list[int]:
-    """Return 1, 2, 3, 4, 6, 8, 12, 16, 24, ... below `limit`, and `limit`."""
+def knots_up_to(limit: int, row_multiple: int = 1) -> list[int]:
+    """Return 1, 2, 3, 4, 6, 8, 12, 16, 24, ... below `limit`, and `limit`.
+
+    Args:
+        limit: >= 1.
+        row_multiple: Where costs rise in steps of so many rows (`Backend.row_multiple`), the first steps get both their
+            ends instead of sizes within them: for 4 it is 1, 2, 4, 5, 8, 9, 12, 13, 16, 17, 24, 32, ...
+    """
     powers = [1 << exponent for exponent in range(limit.bit_length())]
     knots = {*powers, *(power * 3 // 2 for power in powers)}
+    if row_multiple > 1:
+        last = _NUM_STEPS * row_multiple
+        ends = range(row_multiple, last + 1, row_multiple)
+        knots = {1, 2, *ends, *(end + 1 for end in ends), *(knot for knot in knots if knot > last)}
     return sorted({knot for knot in knots if knot < limit} | {limit})
 
 
@@ -78,19 +90,20 @@ class CostTable:
         self._refresh()
 
     @staticmethod
-    def fit(samples: Sequence[CostSample], max_size: int) -> CostTable:
+    def fit(samples: Sequence[CostSample], max_size: int, row_multiple: int = 1) -> CostTable:
         """Fit a table to samples by least squares of relative errors; sizes not sampled are interpolated.
 
         Args:
             samples: At least one. Terms that they do not tell apart, or that come out negative, are 0.
             max_size: The last knot.
+            row_multiple: See `knots_up_to`.
         """
         assert samples, "a table needs a sample"
         assert all(math.isfinite(s.seconds) and s.seconds > 0 for s in samples), "a forward takes seconds > 0"
         sizes = np.unique([s.size for s in samples])
         fitted, per_seq_s, per_context_s = _solve(samples, sizes)
         fitted = np.maximum(fitted, _MIN_SHARE * min(s.seconds for s in samples))
-        knots = knots_up_to(max_size)
+        knots = knots_up_to(max_size, row_multiple)
         inside = np.interp(knots, sizes, fitted)
         beyond = np.maximum(np.array(knots) - sizes[-1], 0)
         return CostTable(knots, inside + beyond * _last_slope(sizes, fitted), per_seq_s, per_context_s)

@@ -221,6 +221,13 @@ def test_cases_tell_sequences_and_context_from_tokens(setup: TinySetup) -> None:
     assert max(case.num_seqs for case in cases if case.num_drafts) == 16
 
 
+def test_cases_show_where_costs_rise_in_steps(setup: TinySetup) -> None:
+    loaded = load(setup)
+    groups = make_cases(loaded.runner.drafter, pool(loaded), LIMITS, row_multiple=4)
+    sizes = {case.num_tokens for group in groups[:3] for case in group}
+    assert {1, 4, 5, 8, 9, 13, 16, 17} <= sizes
+
+
 def test_a_pool_without_a_free_block_is_refused(setup: TinySetup) -> None:
     loaded = load(setup)
     blocks = pool(loaded)

@@ -67,6 +67,19 @@ def test_knots_are_powers_and_their_middles_up_to_the_limit() -> None:
     assert knots_up_to(96) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96]
 
 
+def test_where_costs_rise_in_steps_the_first_steps_have_knots_at_both_ends() -> None:
+    assert knots_up_to(96, 4) == [1, 2, 4, 5, 8, 9, 12, 13, 16, 17, 24, 32, 48, 64, 96]
+    assert knots_up_to(7, 4) == [1, 2, 4, 5, 7]
+    assert knots_up_to(40, 8) == [1, 2, 8, 9, 16, 17, 24, 25, 32, 33, 40]
+
+
+def test_a_step_of_costs_stays_a_step() -> None:
+    samples = [CostSample(size, 0, 0, 0.05 + 0.01 * -(-size // 4)) for size in (1, 4, 5, 8, 9, 12, 13, 16, 17, 32)]
+    table = CostTable.fit(samples, 64, row_multiple=4)
+    seconds = table.seconds(np.arange(1, 17), 0, 0)
+    np.testing.assert_allclose(seconds, 0.05 + 0.01 * (1 + np.arange(16) // 4), rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("num_seqs", "num_tokens", "num_context"), [(1, 1, 32), (6, 48, 500), (9, 12, 3000), (2, 2, 0)]
 )
