@@ -25,7 +25,7 @@ PACKED_ROWS = 32
 
 DEFAULT_KV_BYTES = 4 * 1024**3
 
-# Up to here compiled kernels beat PyTorch: silu on one thread (ADR 2), attention that reads keys where they lie (ADR 11).
+# Up to here compiled kernels beat PyTorch's: silu on one thread, attention on all (docs/adr/0011-kernels-for-few-rows.md).
 MAX_COMPILED_SILU_ROWS = 16
 MAX_COMPILED_PAIRS = 12_288  # (query, key) pairs of a step
 
