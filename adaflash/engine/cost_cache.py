@@ -72,6 +72,7 @@ def cost_identity(runner: Runner, block_size: int, limits: ProfileLimits) -> dic
         "target": asdict(runner.target.config),
         "drafter": _drafter_layout(runner),
         "kv_block_size": block_size,
+        "row_multiple": runner.backend.row_multiple,
         "limits": asdict(limits),
     }
     plain: dict[str, object] = json.loads(json.dumps(values, default=str))

@@ -8,6 +8,7 @@ their callers check shapes and dtypes. Compiled by numba at first import, then c
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,7 @@ def compiled(signature: str, fastmath: frozenset[str] = frozenset()) -> Callable
     options = {"fastmath": set(fastmath), "error_model": "numpy"}
 
     def compile_kernel(kernel: Kernel[P]) -> Kernel[P]:
+        _name_by_sources(kernel)
         decorated = _cached(lambda cache: njit(signature, cache=cache, **options)(kernel))
         if decorated.stats.cache_path is not None:
             _check_folder(decorated.stats.cache_path)
@@ -59,10 +61,22 @@ def compiled_callback(signature: str) -> Callable[[Kernel[P]], Callback]:
     """Compile a kernel that C code calls by its address."""
 
     def compile_kernel(kernel: Kernel[P]) -> Callback:
+        _name_by_sources(kernel)
         callback: Callback = _cached(lambda cache: cfunc(signature, cache=cache, error_model="numpy")(kernel))
         return callback
 
     return compile_kernel
+
+
+def _name_by_sources(kernel: Callable[..., Any]) -> None:
+    """Give the kernel a name of its own in the cache for what kernels are made of: numba looks at their file alone."""
+    kernel.__qualname__ = f"{kernel.__qualname__}_{_sources_digest()}"
+
+
+@functools.cache
+def _sources_digest() -> str:
+    sources = [Path(__file__).with_name(name).read_bytes() for name in ("compiled.py", "dot_tile.py")]
+    return hashlib.sha256(b"\0".join(sources)).hexdigest()[:8]
 
 
 def _cached(compile_with: Callable[[bool], Any]) -> Any:

@@ -25,9 +25,10 @@ PACKED_ROWS = 32
 
 DEFAULT_KV_BYTES = 4 * 1024**3
 
-# Up to here compiled kernels beat PyTorch's: silu on one thread, attention on all (docs/adr/0011-kernels-for-few-rows.md).
+# Up to here compiled kernels beat those of PyTorch: silu on one thread, attention on all (ADR 11 in docs/adr).
 MAX_COMPILED_SILU_ROWS = 16
 MAX_COMPILED_PAIRS = 12_288  # (query, key) pairs of a step
+MAX_COMPILED_PAIRS_ALONE = 2048  # where there is no OpenMP runtime
 
 
 def _is_inference(*tensors: Tensor) -> bool:
@@ -52,6 +53,7 @@ class CpuBackend(Backend):
     def __init__(self, device: torch.device | str = "cpu") -> None:
         super().__init__(device)
         self.row_multiple = TILE_ROWS if has_threads() else 1
+        self._max_compiled_pairs = MAX_COMPILED_PAIRS if has_threads() else MAX_COMPILED_PAIRS_ALONE
         # Huge pages for weights and caches: 8 % less time per token. PyTorch reads this at its first allocation.
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
@@ -138,7 +140,7 @@ class CpuBackend(Backend):
         needs_grad = torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad)
         if needs_grad or not isinstance(meta, CpuAttentionMetadata):
             return super().paged_attention(q, k_cache, v_cache, meta, scale, causal, window)
-        if 0 < meta.num_pairs <= MAX_COMPILED_PAIRS and _fits_kernel(q, k_cache, v_cache, meta, window):
+        if 0 < meta.num_pairs <= self._max_compiled_pairs and _fits_kernel(q, k_cache, v_cache, meta, window):
             return attend(q.contiguous(), k_cache, v_cache, meta, scale, causal, window)
         _, block_size, num_kv_heads, head_dim = k_cache.shape
         key = PlanKey(causal, window, block_size, q.shape[1], num_kv_heads, head_dim, q.dtype)

@@ -40,7 +40,7 @@ def _gomp_parallel() -> Callable[[int, int, int, int], None] | None:
     except OSError:
         return None
     folder = str(Path(torch.__file__).parent)
-    loaded = set(re.findall(r"(/\S*/lib(?:gomp|iomp|omp)[^/\s]*)$", maps, re.MULTILINE))
+    loaded = set(re.findall(r" (/.*/lib(?:gomp|iomp|omp)[^/]*)$", maps, re.MULTILINE))
     for path in sorted(loaded, key=lambda path: (not path.startswith(folder), path)):
         try:
             region = ctypes.CDLL(path).GOMP_parallel

@@ -116,6 +116,7 @@ def read_profile(path: Path, max_num_tokens: int, max_draft_rows: int) -> Measur
 
     `{"verify": [[num_seqs, num_tokens, num_context, seconds], ...], "draft": [[num_rows, num_context, seconds], ...]}`
     with the KV tokens of all sequences together as `num_context`, and the rows of all draft blocks, anchors included.
+    Where rows cost in steps of several (`Backend.row_multiple`) a third key `row_multiple` says of how many.
 
     Args:
         path: The file.
@@ -129,8 +130,11 @@ def read_profile(path: Path, max_num_tokens: int, max_draft_rows: int) -> Measur
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"profile={str(path)!r} cannot be read: {error}") from error
-    if not isinstance(values, Mapping) or set(values) != {"verify", "draft"}:
+    if not isinstance(values, Mapping) or set(values) | {"row_multiple"} != {"verify", "draft", "row_multiple"}:
         raise ConfigError(f"profile={str(path)!r} is invalid: must be an object with verify and draft")
+    row_multiple = values.get("row_multiple", 1)
+    if type(row_multiple) is not int or row_multiple < 1:
+        raise ConfigError(f"profile={str(path)!r} is invalid: row_multiple={row_multiple!r} must be an integer >= 1")
     verify = [
         CostSample(int(tokens), int(seqs), int(context), seconds)
         for seqs, tokens, context, seconds in _rows(path, values, "verify", 4)
@@ -138,7 +142,7 @@ def read_profile(path: Path, max_num_tokens: int, max_draft_rows: int) -> Measur
     draft = [
         CostSample(int(rows), 0, int(context), seconds) for rows, context, seconds in _rows(path, values, "draft", 3)
     ]
-    return MeasuredCosts(CostModel.from_samples(verify, draft, max_num_tokens, max_draft_rows))
+    return MeasuredCosts(CostModel.from_samples(verify, draft, max_num_tokens, max_draft_rows, row_multiple))
 
 
 def _rows(path: Path, values: Mapping[str, object], key: str, width: int) -> list[list[float]]:

@@ -130,7 +130,7 @@ class DrafterOptimizer:
         }
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state` returned.
+        """Take over what `state` returned, but no moments of rows that are frozen now: those would go on moving them.
 
         Raises:
             KeyError: A moment of a parameter is missing.
@@ -150,6 +150,10 @@ class DrafterOptimizer:
                     "exp_avg": values["exp_avg"].to(parameter.device).clone(),
                     "exp_avg_sq": values["exp_avg_sq"].to(parameter.device).clone(),
                 }
+        for parameter, first_row in self._frozen_rows:
+            for moment in ("exp_avg", "exp_avg_sq"):
+                if parameter in self._optimizer.state:
+                    self._optimizer.state[parameter][moment][first_row:] = 0
 
 
 def _context_rows(drafter: DFlashDrafter) -> list[tuple[nn.Parameter, int]]:

@@ -48,12 +48,14 @@ class StepLimits(NamedTuple):
         draft_block_size: W.
         max_num_tokens: Most rows of a target forward.
         num_context: Typical KV tokens of all sequences together.
+        row_multiple: `Backend.row_multiple`.
     """
 
     num_seqs: int
     draft_block_size: int
     max_num_tokens: int
     num_context: int
+    row_multiple: int = 1
 
     @property
     def max_rows(self) -> int:
@@ -107,12 +109,13 @@ def fit(samples: StepSamples, profiled: CostModel, limits: StepLimits) -> tuple[
         limits: What it is for.
     """
     verify, draft = median_samples(samples.verify), median_samples(samples.draft)
-    knots, context = knots_up_to(limits.max_rows), limits.num_context
+    knots, context = knots_up_to(limits.max_rows, limits.row_multiple), limits.num_context
     made_up = [CostSample(knot, min(knot, limits.num_seqs), context, 0.0) for knot in knots]
     verify += _unserved(made_up, verify, lambda s: _verify_s(profiled, s))
     blocks = [CostSample(knot, 0, context * knot // limits.max_rows, 0.0) for knot in knots if knot > 1]
     draft += _unserved(blocks, draft, lambda s: _draft_s(profiled, s))
-    return CostModel.from_samples(verify, draft, limits.max_num_tokens, limits.max_rows), StepSamples(verify, draft)
+    model = CostModel.from_samples(verify, draft, limits.max_num_tokens, limits.max_rows, limits.row_multiple)
+    return model, StepSamples(verify, draft)
 
 
 def priced(steps: Iterable[ServedStep], model: CostModel) -> StepSeconds:

@@ -47,6 +47,7 @@ from adaflash.demo.drafter import demo_drafter_dir
 from adaflash.demo.model import demo_model_dir
 from adaflash.durable_files import replace_file
 from adaflash.errors import AdaFlashError
+from adaflash.ops.registry import load_backend
 from adaflash.simulate.acceptance import RepeatedAnswers
 from adaflash.speculative.cost_model import CostModel
 from adaflash.speculative.drafter_config import load_drafter_config
@@ -178,7 +179,13 @@ def _validate(args: argparse.Namespace, served: Sequence[Served], answers: Repea
 def _fit(args: argparse.Namespace, one: Served, width: int) -> dict[str, Costs]:
     """Return every arm's costs, from the steps of even rounds."""
     context = statistics.median(step.num_context for turn in one.steps["off"].turns for step in turn)
-    limits = StepLimits(one.concurrency, width, _config(args).max_num_batched_tokens, round(context))
+    limits = StepLimits(
+        one.concurrency,
+        width,
+        _config(args).max_num_batched_tokens,
+        round(context),
+        load_backend("cpu").row_multiple,
+    )
     even = {arm: [step for turn in steps.turns[::2] for step in turn] for arm, steps in one.steps.items()}
 
     def fitted(names: list[str]) -> Costs:

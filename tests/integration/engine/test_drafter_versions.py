@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -270,3 +271,38 @@ def test_versions_with_the_same_context_write_their_rows_together(
         assert num_writes[0] == expected, tensor
         step_until_done(engine, lambda _: None)
         engine.rollout.roll_back("by hand")
+
+
+def test_samples_that_fork_keep_the_context_of_their_prompt(setup: TinySetup, tmp_path: Path) -> None:
+    engine = tiny_engine(setup, "random", CONFIG)
+    engine.rollout.introduce(_changed(engine, setup, tmp_path, "fc.weight"))
+    context_id = engine.rollout.drafters.current.context_id
+    engine.add_request(list(range(40, 62)), replace(SAMPLED, n=3), "many")
+    while len(engine._samples) < 3 or not all(sample.seq.is_decoding for sample in engine._samples.values()):
+        engine.step()
+    tables = [sample.seq.token_ids[:22] for sample in engine._samples.values()]
+    assert {sample.seq.context_id for sample in engine._samples.values()} == {context_id}
+    assert {sample.seq.context_start for sample in engine._samples.values()} == {0}
+    step_until_done(engine, lambda _: None)
+    assert all(len(engine._blocks.match_prefix(tokens, context_id).blocks) == 2 for tokens in tables)
+
+
+def test_context_that_was_put_off_is_written_by_each_requests_own_weights(
+    setup: TinySetup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writers: list[int] = []
+    engine = tiny_engine(setup, "random", replace(CONFIG, verify_policy="goodput"))
+    engine.rollout.introduce(_changed(engine, setup, tmp_path, "fc.weight"), canary(0.5))
+    for index in range(4):
+        engine.add_request(PROMPTS[index], GREEDY)
+    engine.step()
+    seqs = [sample.seq for sample in engine._samples.values()]
+    assert {seq.drafter_version for seq in seqs} == {0, 1}
+    runner = engine._runner
+    assert runner.backlog is not None
+    taps = torch.randn(1, 1)
+    monkeypatch.setattr(runner.backlog, "take", lambda keys: taps.expand(len(keys), -1))
+    monkeypatch.setattr("adaflash.engine.runner._pending_rows", lambda seqs, *_: (torch.zeros(0), torch.zeros(0)))
+    monkeypatch.setattr(DFlashDrafter, "write_context", lambda drafter, *args: writers.append(drafter.version))
+    runner.write_pending(seqs)
+    assert sorted(writers) == [0, 1]

@@ -129,6 +129,10 @@ def test_an_impossible_acceptance_length_is_a_usage_error(capsys: pytest.Capture
     ("text", "message"),
     [
         ("[]", "must be an object with verify and draft"),
+        (
+            '{"verify": [[1, 1, 0, 1]], "draft": [[2, 0, 1]], "row_multiple": 0}',
+            "row_multiple=0 must be an integer >= 1",
+        ),
         ('{"verify": [], "draft": [[1, 0, 0.1]]}', "verify must be a list of samples, at least one"),
         ('{"verify": [[1, 1, 0]], "draft": [[1, 0, 0.1]]}', "verify[0]=[1, 1, 0] must be 4 numbers"),
         ('{"verify": [[1, 1, 0, 0.1]], "draft": [[1, 0, 0]]}', "draft[0]=[1, 0, 0] must be 3 numbers"),

@@ -101,6 +101,14 @@ def test_kernels_are_cached_beside_their_module_without_a_word(package, caplog):
     assert {path.parent for path in package.cached_files()} == {package.module.parent / "__pycache__"}
 
 
+def test_a_kernel_is_compiled_again_when_what_kernels_are_made_of_has_changed(package, caplog, monkeypatch):
+    warnings_after_use(package, caplog)
+    before = package.cached_files()
+    monkeypatch.setattr(compiled_module, "_sources_digest", lambda: "other")
+    warnings_after_use(package, caplog)
+    assert len(package.cached_files()) == 2 * len(before)
+
+
 def test_where_nothing_can_be_cached_kernels_compile_and_one_warning_says_how_to_mend_it(package, caplog):
     make_unwritable(package.module.parent / "__pycache__")
     make_unwritable(package.user_folder)

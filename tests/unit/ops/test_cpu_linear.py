@@ -53,6 +53,27 @@ def test_it_is_the_matrix_product_whatever_the_shape(
     torch.testing.assert_close(compiled(weight, bias)(x), expected.float(), rtol=1e-5, atol=1e-5)
 
 
+def test_it_runs_on_as_many_threads_as_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    used, region = [], cpu_linear.parallel_region()
+
+    def counting(function: int, data: int, num_threads: int) -> None:
+        used.append(num_threads)
+        region(function, data, num_threads)
+
+    monkeypatch.setattr(cpu_linear, "parallel_region", lambda: counting)
+    linear = compiled(randn(30, 64))
+    for num_threads in (1, 3):
+        torch.set_num_threads(num_threads)
+        linear(randn(2, 64))
+    assert used == [1, 3]
+
+
+def test_the_backend_says_that_rows_cost_in_steps_of_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert CpuBackend().row_multiple == 4
+    monkeypatch.setattr("adaflash.ops.cpu.has_threads", lambda: False)
+    assert CpuBackend().row_multiple == 1
+
+
 @pytest.mark.parametrize("depth", [64, 576, 8192])
 def test_the_bits_of_a_row_depend_on_the_row_alone(depth: int) -> None:
     x, weight = randn(150, depth), randn(97, depth, seed=1)

@@ -69,6 +69,21 @@ def test_it_is_the_reference_and_the_same_bits_on_any_number_of_threads(
     torch.testing.assert_close(results[0], Backend().paged_attention(q, *caches, meta, 0.3, causal, window))
 
 
+def test_it_runs_on_as_many_threads_as_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    used, region = [], openmp.parallel_region()
+
+    def counting(function: int, data: int, num_threads: int) -> None:
+        used.append(num_threads)
+        region(function, data, num_threads)
+
+    monkeypatch.setattr("adaflash.ops.cpu_paged_attention.parallel_region", lambda: counting)
+    caches = [randn(NUM_BLOCKS, BLOCK_SIZE, 2, 8, seed=seed) for seed in (1, 2)]
+    for num_threads in (1, 3):
+        torch.set_num_threads(num_threads)
+        attend(randn(1, 4, 8), *caches, metadata([(1, 7)]), 0.3, True, None)
+    assert used == [1, 3]
+
+
 def test_without_an_openmp_runtime_it_runs_on_the_calling_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     meta, q = metadata([(3, 7), (1, 12)]), randn(4, 4, 8)
     caches = [randn(NUM_BLOCKS, BLOCK_SIZE, 2, 8, seed=seed) for seed in (1, 2)]

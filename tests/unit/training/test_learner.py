@@ -243,6 +243,18 @@ def test_a_restored_state_continues_bit_by_bit(setup: TrainingSetup) -> None:
     assert all(torch.equal(tensor, expected[name]) for name, tensor in second.learner.state().items())
 
 
+def test_rows_that_are_frozen_after_a_restart_stay_where_they_are(setup: TrainingSetup) -> None:
+    first, second = setup.parts(), setup.parts(freeze_context=True)
+    steps(setup, first, 4)
+    second.learner.load_state({name: tensor.clone() for name, tensor in first.learner.state().items()})
+    before = {name: tensor.clone() for name, tensor in weights(second.learner).items()}
+    steps(setup, second, 3)
+    after = weights(second.learner)
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert not {name for name in moved if name.startswith(("fc.", "hidden_norm.")) or ".k_" in name or ".v_" in name}
+    assert any(".q_proj." in name for name in moved), "the rest of the matrix goes on"
+
+
 def missing(state: dict[str, Tensor]) -> None:
     del state["master/fc.weight"]
 
