@@ -8,14 +8,11 @@ hundreds. Arguments are addresses; see `ops.compiled`.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 from numba import carray
 
 from adaflash.ops.compiled import FAST, compiled, exp, floats, longs
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
-
-Floats32 = npt.NDArray[np.float32]
 
 
 @compiled("void(intp, intp, intp, float32, intp, intp, intp, intp)", FAST)

@@ -16,11 +16,14 @@ from torch import Tensor
 from adaflash.cache.block_manager import MIXED_CONTEXT
 from adaflash.config import EngineConfig
 from adaflash.engine.engine import Engine
+from adaflash.models.loader import load_target
+from adaflash.ops.backend import Backend
 from adaflash.request import RequestOutput, SamplingParams
 from adaflash.speculative.dflash import DFlashDrafter
-from adaflash.speculative.drafter_loader import load_version
+from adaflash.speculative.drafter_loader import load_drafter, load_version
 from adaflash.training.canary import CanaryConfig
 from tests.engines import TinySetup, random_prompts, run_all, step_until_done, tiny_engine
+from tests.tiny_drafters import TinyDrafterBuilder
 
 VOCAB = 97
 PROMPTS = random_prompts(24, VOCAB, 30)
@@ -225,6 +228,18 @@ def test_the_identity_of_a_context_is_that_of_the_weights_that_write_it(
     assert is_same == (name in OTHER_TENSORS)
 
 
+@pytest.mark.parametrize(("name", "is_same"), [("q_proj", True), ("k_proj", False), ("v_proj", False)])
+def test_biases_of_keys_and_values_are_part_of_a_context(
+    setup: TinySetup, tiny_drafter: TinyDrafterBuilder, tmp_path: Path, name: str, is_same: bool
+) -> None:
+    served_dir = tiny_drafter(tmp_path / "served", setup.target, config={"attention_bias": True})
+    served = load_drafter(served_dir, load_target(setup.target, Backend("cpu")), Backend("cpu"))
+    tensors = load_file(served_dir / "model.safetensors")
+    tensors[f"layers.0.self_attn.{name}.bias"] += 1
+    save_file(tensors, served_dir / "model.safetensors")
+    assert (load_version(served_dir, served, 1).context_id == served.context_id) == is_same
+
+
 def test_a_version_with_the_same_context_goes_on_with_what_others_wrote(setup: TinySetup, tmp_path: Path) -> None:
     engine = tiny_engine(setup, "random", CONFIG)
     prompt = list(range(5, 5 + 20))
@@ -273,36 +288,36 @@ def test_versions_with_the_same_context_write_their_rows_together(
         engine.rollout.roll_back("by hand")
 
 
-def test_samples_that_fork_keep_the_context_of_their_prompt(setup: TinySetup, tmp_path: Path) -> None:
-    engine = tiny_engine(setup, "random", CONFIG)
+def test_samples_that_fork_know_which_rows_of_their_prompt_older_weights_wrote(
+    setup: TinySetup, tmp_path: Path
+) -> None:
+    engine = tiny_engine(setup, "random", replace(CONFIG, max_num_batched_tokens=16))
+    engine.add_request(list(range(40, 70)), replace(SAMPLED, n=3), "many")
+    engine.step()
     engine.rollout.introduce(_changed(engine, setup, tmp_path, "fc.weight"))
+    engine.rollout.retire(0)
     context_id = engine.rollout.drafters.current.context_id
-    engine.add_request(list(range(40, 62)), replace(SAMPLED, n=3), "many")
     while len(engine._samples) < 3 or not all(sample.seq.is_decoding for sample in engine._samples.values()):
         engine.step()
-    tables = [sample.seq.token_ids[:22] for sample in engine._samples.values()]
-    assert {sample.seq.context_id for sample in engine._samples.values()} == {context_id}
-    assert {sample.seq.context_start for sample in engine._samples.values()} == {0}
-    step_until_done(engine, lambda _: None)
-    assert all(len(engine._blocks.match_prefix(tokens, context_id).blocks) == 2 for tokens in tables)
+    seqs = [sample.seq for sample in engine._samples.values()]
+    assert [(seq.context_id, seq.context_start, seq.is_context_pure) for seq in seqs] == [(context_id, 16, False)] * 3
 
 
-def test_context_that_was_put_off_is_written_by_each_requests_own_weights(
-    setup: TinySetup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("tensor", "writers"), [("fc.weight", [0, 1]), ("layers.0.mlp.down_proj.weight", [0])])
+def test_context_that_was_put_off_is_written_once_for_all_with_the_same_weights(
+    setup: TinySetup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensor: str, writers: list[int]
 ) -> None:
-    writers: list[int] = []
     engine = tiny_engine(setup, "random", replace(CONFIG, verify_policy="goodput"))
-    engine.rollout.introduce(_changed(engine, setup, tmp_path, "fc.weight"), canary(0.5))
+    engine.rollout.introduce(_changed(engine, setup, tmp_path, tensor), canary(0.5))
     for index in range(4):
         engine.add_request(PROMPTS[index], GREEDY)
     engine.step()
     seqs = [sample.seq for sample in engine._samples.values()]
     assert {seq.drafter_version for seq in seqs} == {0, 1}
-    runner = engine._runner
+    runner, written = engine._runner, []
     assert runner.backlog is not None
-    taps = torch.randn(1, 1)
-    monkeypatch.setattr(runner.backlog, "take", lambda keys: taps.expand(len(keys), -1))
+    monkeypatch.setattr(runner.backlog, "take", lambda keys: torch.zeros(len(keys), 1))
     monkeypatch.setattr("adaflash.engine.runner._pending_rows", lambda seqs, *_: (torch.zeros(0), torch.zeros(0)))
-    monkeypatch.setattr(DFlashDrafter, "write_context", lambda drafter, *args: writers.append(drafter.version))
+    monkeypatch.setattr(DFlashDrafter, "write_context", lambda drafter, *args: written.append(drafter.version))
     runner.write_pending(seqs)
-    assert sorted(writers) == [0, 1]
+    assert sorted(written) == writers

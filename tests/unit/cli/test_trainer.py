@@ -12,6 +12,7 @@ import pytest
 from adaflash.cli import train, trainer
 from adaflash.cli.main import main
 from adaflash.cli.trainer import CheckpointPair, TrainerConfigs, configs_from
+from adaflash.engine.engine import Engine
 from adaflash.errors import ConfigError
 from adaflash.training.trainer_config import TrainerConfig
 from adaflash.training.training_data import TokenSample, TrainingData
@@ -94,11 +95,16 @@ def test_help_imports_no_torch(command: str) -> None:
     assert subprocess.run(argv, capture_output=True, text=True, check=True).stdout.splitlines()[-1] == "[]"
 
 
-def test_prompts_are_answered_by_the_target_before_training(tiny_setup: Callable[[str], TinySetup]) -> None:
+def test_prompts_are_answered_by_the_target_before_training(
+    tiny_setup: Callable[[str], TinySetup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[Engine] = []
+    monkeypatch.setattr(Engine, "close", lambda engine: closed.append(engine))
     setup = tiny_setup("qwen3")
     prompts: list[list[int]] = [[5, 17, 29], [41, 7]]
     data = TrainingData([TokenSample([1, 2, 3], 1)], [*prompts])
     directories = CheckpointPair(setup.target, setup.drafters["random"])
     answered = train._answered(data, TrainerConfig(device="cpu"), directories, max_tokens=6)
     expected = [[*prompt, *transformers_greedy(setup.model, prompt, 6)] for prompt in prompts]
+    assert len(closed) == 1, "what it learned about costs is kept"
     assert answered == [TokenSample(ids, len(prompt)) for ids, prompt in zip(expected, prompts, strict=True)]

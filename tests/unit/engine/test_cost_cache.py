@@ -245,6 +245,8 @@ def test_everything_that_changes_costs_changes_the_file(
         cost_identity(other, 16, LIMITS),
         cost_identity(half, 16, LIMITS),
     ]
+    monkeypatch.setattr(runner.backend, "row_multiple", 8)
+    identities.append(cost_identity(runner, 16, LIMITS))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     identities.append(cost_identity(runner, 16, LIMITS))
     monkeypatch.setattr(cost_cache, "__version__", "99")
