@@ -88,7 +88,7 @@ def main() -> None:
         timings += measure("30 layers", layers, args)
         timings += measure("LM head", [torch.randn(HEAD)], args)
     if args.json is not None:
-        write_json(args.json, {"timings": [asdict(timing) for timing in timings], "environment": environment()})
+        write_json({"timings": [asdict(timing) for timing in timings], "environment": environment()}, args.json)
 
 
 if __name__ == "__main__":
