@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,11 @@ if TYPE_CHECKING:
     from adaflash.engine.engine import Engine
 
 __version__ = "0.1.0"
+
+# By default a thread that waits for the others of a matmul spins for milliseconds. Where other processes want the same
+# cores, that uses up its share of them and serving becomes several times slower. Read when PyTorch loads GCC's OpenMP.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 __all__ = [
     "AdaFlashError",
