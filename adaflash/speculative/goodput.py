@@ -220,6 +220,7 @@ class GoodputPolicy:
     def choose(self, signals: DraftSignals, drafting: list[Candidate], load: StepLoad) -> list[int]:
         """Return how many drafts each of `drafting` verifies; a probe verifies some whatever they promise."""
         classes, caps = _arrays(drafting)
+        self._probes &= {c.key for c in drafting}  # where KV runs out, not all that were selected draft
         self._num_drafts = len(signals.confidence[0])
         is_whole = self._num_drafts == self._num_positions
         self._steps_to_whole = _WHOLE_BLOCK_STEPS if is_whole else self._steps_to_whole - 1

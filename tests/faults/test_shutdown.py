@@ -92,7 +92,7 @@ def test_a_signal_under_load_lets_running_requests_finish_and_exits_with_0(numbe
                 await client.generate("late")
             results = await asyncio.gather(*running)
             assert [result.outputs[0].finish_reason for result in results] == ["length"] * 20
-            assert await asyncio.wait_for(server.process.wait(), 5) == 0
+            assert await asyncio.wait_for(server.process.wait(), 30) == 0
 
     run(scenario())
 
@@ -116,7 +116,7 @@ def test_calls_are_accepted_in_the_grace_period_and_refused_after_it():
             with pytest.raises(UnavailableError):
                 await client.generate("too late")
             assert (await running[0]).outputs[0].finish_reason == "length"
-            assert await asyncio.wait_for(server.process.wait(), 5) == 0
+            assert await asyncio.wait_for(server.process.wait(), 30) == 0
 
     run(scenario())
 
@@ -126,9 +126,9 @@ def test_what_outlives_the_timeout_is_aborted_and_the_exit_code_is_still_0():
         async with server_process(shutdown_timeout_s=0.3) as server, GenerateClient(server.address) as client:
             running = await _started(client, SamplingParams(max_tokens=4000), count=3)
             server.signal()
-            results = await asyncio.wait_for(asyncio.gather(*running), 5)
+            results = await asyncio.wait_for(asyncio.gather(*running), 30)
             assert [result.outputs[0].finish_reason for result in results] == ["abort"] * 3
-            assert await asyncio.wait_for(server.process.wait(), 5) == 0
+            assert await asyncio.wait_for(server.process.wait(), 30) == 0
 
     run(scenario())
 
@@ -141,7 +141,8 @@ def test_a_second_signal_ends_everything_at_once():
             await asyncio.sleep(0.1)
             assert server.process.returncode is None, "the first signal waits for the running requests"
             server.signal()
-            assert await asyncio.wait_for(server.process.wait(), 3) == 128 + signal.SIGTERM
+            # A drained server ends with 0; how long a loaded machine takes to end a process says nothing.
+            assert await asyncio.wait_for(server.process.wait(), 30) == 128 + signal.SIGTERM
             results = await asyncio.gather(*running, return_exceptions=True)
             assert all(isinstance(result, Exception) for result in results)
 

@@ -232,6 +232,25 @@ def test_a_sequence_on_trial_drafts_however_little_it_brings() -> None:
     assert num_steps <= 40, "every eighth step, and what is probed"
 
 
+def test_probing_goes_on_after_a_probe_found_no_room() -> None:
+    """Which drafts were picked and which are made differs where KV runs out between the two."""
+    world = World(lambda _, step: 0.02 if step < 600 else 0.85, LinearCosts(), 4)
+    world.run(400)
+    policy, load = world.policy, StepLoad(2, 2, 2, 100)
+    candidates = [Candidate(10**6 + i, 0, 0, WIDTH, is_on_trial=i == 0) for i in range(2)]
+    without = 0
+    for _ in range(16):
+        chosen = policy.select(candidates, load)
+        if chosen[0]:
+            without += 1
+            policy.choose(DraftSignals([[0.02] * max(chosen)], None), candidates[1:], load)
+            policy.observe([0])
+        policy.end_step(1.0, load)
+    assert without >= 2
+    world.run(800)
+    assert np.mean(world.drafted[-100:]) > 3, "it finds out that drafts pay again"
+
+
 def test_a_trial_does_not_make_a_step_too_long() -> None:
     costs = LinearCosts()
     policy, load = GoodputPolicy(costs, WIDTH), StepLoad(1, 1, 1, 100, max_step_s=costs.base)
