@@ -73,7 +73,7 @@ def load_engine(config: EngineConfig, progress: LoadProgress | None = None) -> L
             f"must be >= max_num_seqs={config.max_num_seqs}"
         )
     backend = load_backend(config.device)
-    _check_strict(config, backend)
+    _set_strict(config, backend)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     model_dir, draft_dir = resolve_checkpoints(config, progress)
@@ -84,6 +84,7 @@ def load_engine(config: EngineConfig, progress: LoadProgress | None = None) -> L
         drafter = load_drafter(draft_dir, target, backend, target.dtype, _named(progress, "drafter"))
         drafter.pack()
     _check_num_speculative_tokens(config, drafter)
+    _check_draft_block_size(backend, drafter)
     target.pack()
     tokenizer_dir = Path(config.tokenizer) if config.tokenizer else model_dir
     tokenizer = Tokenizer(tokenizer_dir) if config.tokenizer or has_tokenizer(tokenizer_dir) else None
@@ -240,10 +241,21 @@ def _check_num_speculative_tokens(config: EngineConfig, drafter: Drafter | None)
         )
 
 
-def _check_strict(config: EngineConfig, backend: Backend) -> None:
+def _check_draft_block_size(backend: Backend, drafter: Drafter | None) -> None:
+    limit = backend.max_draft_block_size
+    if drafter is not None and limit is not None and drafter.draft_block_size > limit:
+        raise BackendError(
+            f"the drafter's block_size={drafter.draft_block_size} is invalid on {backend.name}: must be <= {limit}; "
+            "serve with a drafter of narrower blocks, or without one"
+        )
+
+
+def _set_strict(config: EngineConfig, backend: Backend) -> None:
+    """Refuse a backend without kernels for all ops, if asked to; calls its kernels cannot take fail as they come."""
     fallbacks = [op for op, native in backend.native_ops().items() if not native]
     if config.strict_ops and fallbacks and not backend.reference_is_native:
         raise BackendError(f"strict_ops: backend {backend.name} runs reference bodies for {', '.join(fallbacks)}")
+    backend.strict_ops = config.strict_ops
 
 
 def _named(progress: LoadProgress | None, name: str) -> Callable[[int, int], None] | None:

@@ -7,6 +7,8 @@ kernel cannot take. Ops are functional; arguments written in place end in `_`. L
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from adaflash.errors import BackendError
 from adaflash.ops import reference, reference_sampling
 from adaflash.ops.metadata import (
     AttentionMetadata,
@@ -23,6 +26,8 @@ from adaflash.ops.metadata import (
     VerifyMetadata,
     VerifyOutput,
 )
+
+logger = logging.getLogger(__name__)
 
 LinearFn = Callable[[Tensor], Tensor]
 
@@ -45,18 +50,35 @@ class MemoryInfo(NamedTuple):
     total_bytes: int
 
 
+class Fallback(NamedTuple):
+    """Why calls of an op ran its reference body: what the kernel takes, in words that do not vary with the call."""
+
+    op: str
+    limit: str
+
+
 class Backend:
-    """Reference backend: correct on any torch device, differentiable, and what every other one is tested against."""
+    """Reference backend: correct on any torch device, differentiable, and what every other one is tested against.
+
+    Attributes:
+        device: Where tensors live.
+        strict_ops: Whether a call that a kernel cannot take is an error.
+        fallbacks: Number of such calls by reason.
+    """
 
     name = "reference"
     preferred_block_size = 16
     # Rows of a forward cost as much as the next multiple of this: verifying up to there is free.
     row_multiple = 1
+    # Widest block [anchor, drafts ...] a sequence may draft and verify; None for any.
+    max_draft_block_size: int | None = None
     # Whether plain PyTorch is the device's own implementation, so that a reference body is no fallback.
     reference_is_native = False
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
+        self.strict_ops = False
+        self.fallbacks: Counter[Fallback] = Counter()
 
     # ---- ops -------------------------------------------------------------------------------------------------
 
@@ -213,3 +235,23 @@ class Backend:
     def native_ops(self) -> dict[str, bool]:
         """Return, for each op, whether this class overrides the reference body."""
         return {op: getattr(type(self), op) is not getattr(Backend, op) for op in OPS}
+
+    def report_fallback(self, op: str, limit: str, found: str) -> None:
+        """Count a call of `op` that runs the reference body because its kernel cannot take the arguments.
+
+        Args:
+            op: One of `OPS`.
+            limit: What the kernel takes, e.g. `head_dim 128 or 192`; calls are counted by it.
+            found: What it was given, e.g. `head_dim=64`.
+
+        Raises:
+            BackendError: `strict_ops` is set.
+        """
+        if self.strict_ops:
+            raise BackendError(f"strict_ops: backend {self.name} runs {op} natively for {limit} only, found {found}")
+        reason = Fallback(op, limit)
+        if reason not in self.fallbacks:
+            logger.warning(
+                "op falls back to its reference backend=%s op=%s takes=%s found=%s", self.name, *reason, found
+            )
+        self.fallbacks[reason] += 1

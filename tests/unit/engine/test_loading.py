@@ -10,10 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from adaflash.config import EngineConfig
 from adaflash.engine.engine import Engine
 from adaflash.errors import AdaFlashError, BackendError, CheckpointError, ConfigError
+from adaflash.ops.backend import Backend
+from adaflash.ops.cpu import CpuBackend
 from adaflash.request import SamplingParams
 from tests.conftest import TinyModelBuilder
 from tests.engines import TinySetup
@@ -81,6 +84,35 @@ def test_strict_ops_accepts_plain_torch_on_a_cpu_and_refuses_a_device_fallback(
     monkeypatch.setattr("adaflash.ops.cpu.CpuBackend.reference_is_native", False)
     with pytest.raises(BackendError, match=r"strict_ops: backend cpu runs reference bodies for .*sample"):
         Engine(config)
+
+
+def test_strict_ops_fails_the_step_in_which_a_kernel_cannot_take_a_shape(
+    setup: TinySetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def silu_and_mul(self: CpuBackend, gate_up: Tensor) -> Tensor:
+        if gate_up.shape[0] > 4:
+            self.report_fallback("silu_and_mul", "at most 4 rows", f"{gate_up.shape[0]} rows")
+        return Backend.silu_and_mul(self, gate_up)
+
+    monkeypatch.setattr(CpuBackend, "silu_and_mul", silu_and_mul)
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    for strict_ops in (False, True):
+        engine = Engine(replace(_config(setup), strict_ops=strict_ops, verify_policy="off"))
+        engine.generate([5] * 4, params)
+        if strict_ops:
+            with pytest.raises(BackendError, match=r"silu_and_mul natively for at most 4 rows only, found 5 rows"):
+                engine.generate([5] * 5, params)
+        else:
+            engine.generate([5] * 5, params)
+
+
+def test_a_drafter_wider_than_the_backend_takes_is_refused(setup: TinySetup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuBackend, "max_draft_block_size", 4)
+    Engine(_config(setup))
+    monkeypatch.setattr(CpuBackend, "max_draft_block_size", 3)
+    Engine(_config(setup, None))
+    with pytest.raises(BackendError, match="block_size=4 is invalid on cpu: must be <= 3"):
+        Engine(_config(setup))
 
 
 @pytest.mark.parametrize("damage", ["truncated", "header", "empty"])
