@@ -32,6 +32,7 @@ class PackedBatch:
         query_lens_cpu: Query length of each sequence.
         seq_lens_cpu: Host copy of `seq_lens`.
         block_tables_cpu: Host copy of the block tables, unpadded: ceil(seq_len / block_size) entries or more.
+        has_skipped_slots: Whether `slot_mapping` may hold -1; never so for what `pack` makes.
     """
 
     token_ids: Tensor
@@ -44,6 +45,7 @@ class PackedBatch:
     query_lens_cpu: list[int]
     seq_lens_cpu: list[int]
     block_tables_cpu: list[list[int]]
+    has_skipped_slots: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -179,6 +181,9 @@ class VerifyOutput(NamedTuple):
 
 
 def device_tensor(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
-    """Return the array's values on `device`; on the CPU the tensor shares its memory."""
+    """Return the array's values on `device`; on the CPU the tensor shares its memory.
+
+    Elsewhere they go by way of pinned memory: from other memory the copy would wait for all that the device has to do.
+    """
     tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -18,6 +18,7 @@ from adaflash.ops.metadata import SamplingMetadata, VerifyMetadata, VerifyOutput
 from adaflash.ops.noise import ACCEPT_STREAM, RESIDUAL_STREAM, TOKEN_STREAM, NoiseRows, gumbel, uniform
 
 SampleOp = Callable[[Tensor, SamplingMetadata], Tensor]
+FilterOp = Callable[[Tensor, SamplingMetadata], Tensor]
 
 
 class RowLogprobs(NamedTuple):
@@ -39,8 +40,10 @@ class RowLogprobs(NamedTuple):
 # ---- sample ----------------------------------------------------------------------------------------------------
 
 
-def sample(logits: Tensor, sampling: SamplingMetadata) -> Tensor:
+def sample(logits: Tensor, sampling: SamplingMetadata, filter_op: FilterOp = filtered_scores) -> Tensor:
     """Return argmax(filtered(logits / temperature) + Gumbel noise) per row, [R, V] -> [R]; see `Backend.sample`.
+
+    `filter_op` does what `filtered_scores` does for rows that are all sampled.
 
     A greedy row is the argmax of its penalised and biased logits, lowest index on ties. A row whose largest logit is
     not finite yields the first NaN, else the first +inf, else (all -inf) column 0: no error, see `corrupted_rows`. A
@@ -53,7 +56,7 @@ def sample(logits: Tensor, sampling: SamplingMetadata) -> Tensor:
     for rows in _row_chunks(logits.shape[0], logits):
         part = select_rows(sampling, rows)
         adjusted = adjusted_logits(logits[int(rows[0]) : int(rows[-1]) + 1], part)
-        parts.append(_argmax(adjusted) if part.all_greedy else _draw(adjusted, part))
+        parts.append(_argmax(adjusted) if part.all_greedy else _draw(adjusted, part, filter_op))
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=logits.device)
 
 
@@ -82,16 +85,16 @@ def _argmax(logits: Tensor) -> Tensor:
     return logits.argmax(-1)
 
 
-def _draw(adjusted: Tensor, sampling: SamplingMetadata) -> Tensor:
+def _draw(adjusted: Tensor, sampling: SamplingMetadata, filter_op: FilterOp) -> Tensor:
     """Return the tokens of rows of which some are sampled, [n, V] -> [n]."""
     is_sampled = sampling.temperature > 0
     if bool(is_sampled.all()):
-        scores = filtered_scores(adjusted, sampling)
+        scores = filter_op(adjusted, sampling)
         return _noisy_argmax(scores, _noise_rows(sampling), TOKEN_STREAM, sampling.column_token_ids)
     tokens = _argmax(adjusted)
     sampled = is_sampled.nonzero()[:, 0]
     if sampled.shape[0]:
-        tokens[sampled] = _draw(adjusted[sampled], select_rows(sampling, sampled))
+        tokens[sampled] = _draw(adjusted[sampled], select_rows(sampling, sampled), filter_op)
     return tokens
 
 
