@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -16,17 +17,24 @@ from adaflash.ops.backend import Backend
 from adaflash.ops.metadata import PackedBatch
 from adaflash.ops.registry import installed_backends, load_backend
 
-# Every backend this repository registers. A name missing from the installed entry points fails the suite, and so
-# does one that cannot be loaded; further installed backends are tested as well.
+# Backends that run wherever this suite does: one that is missing, or that cannot be loaded, fails it. Other installed
+# backends are tested where their device is; elsewhere their tests are skipped, and say what is missing.
 EXPECTED_BACKENDS = ("cpu",)
+
+# What a backend's kernels take where not everything: cases have these shapes unless a test is about others.
+HEAD_DIM = {"npu": 128}
+BLOCK_SIZES = {"npu": (128,)}
 
 # (rtol, atol): fp32 differs by the order of sums; bf16 by one rounding of inputs of magnitude up to about 4.
 TOLERANCES = {torch.float32: (1e-5, 2e-5), torch.bfloat16: (1.6e-2, 1.6e-2)}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add --device, which `make test-device` uses."""
+    """Add --device, which `make test-device` uses, and what an emulated device may be told to take."""
     parser.addoption("--device", metavar="NAME", help="test this backend only; fails at once when it cannot be loaded")
+    parser.addoption(
+        "--fp32-attention", action="store_true", help="npu: let the attention kernel have fp32, which CANN's refuses"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -50,7 +58,23 @@ def _backend_of(item: pytest.Function) -> object:
 @pytest.fixture(scope="session", params=sorted({*EXPECTED_BACKENDS, *installed_backends()}))
 def backend(request: pytest.FixtureRequest) -> Backend:
     """Each installed backend in turn."""
-    return load_backend(request.param)
+    try:
+        loaded = load_backend(request.param)
+    except BackendError as error:
+        if request.param in EXPECTED_BACKENDS:
+            raise
+        pytest.skip(f"backend {request.param} cannot run here: {error}")
+    if request.param == "npu" and request.config.getoption("--fp32-attention"):
+        return type(loaded)(attention_dtypes=TOLERANCES)
+    return loaded
+
+
+@pytest.fixture
+def strict(backend: Backend) -> Iterator[None]:
+    """Make any fallback in a test an error."""
+    backend.strict_ops = True
+    yield
+    backend.strict_ops = False
 
 
 @pytest.fixture(scope="session")
@@ -158,15 +182,14 @@ class PagedCase:
 def build_paged_case(
     query_lens: list[int],
     seq_lens: list[int],
-    heads: Heads | None = None,
-    block_size: int = 16,
+    heads: Heads,
+    block_size: int,
     dtype: torch.dtype = torch.float32,
     shuffled: bool = True,
     padding_rows: int = 0,
     seed: int = 0,
 ) -> PagedCase:
     """Lay sequences out in a pool, in scattered blocks or in consecutive ones."""
-    heads = heads or Heads()
     generator = torch.Generator().manual_seed(seed)
     needed = [-(-seq_len // block_size) for seq_len in seq_lens]
     num_blocks = sum(needed) + 3
@@ -184,12 +207,23 @@ def build_paged_case(
 
 
 @pytest.fixture(scope="session")
-def paged_case() -> Callable[..., PagedCase]:
-    """`build_paged_case`."""
-    return build_paged_case
+def heads(backend: Backend) -> Callable[..., Heads]:
+    """`Heads`, the attention shape of a case, with a head_dim that the backend's kernels take."""
+    return partial(Heads, head_dim=HEAD_DIM.get(backend.name, 64))
 
 
 @pytest.fixture(scope="session")
-def heads() -> type[Heads]:
-    """`Heads`, the attention shape of a case."""
-    return Heads
+def block_sizes(backend: Backend) -> tuple[int, ...]:
+    """KV block sizes that the backend takes."""
+    return BLOCK_SIZES.get(backend.name, (8, 16, 32))
+
+
+@pytest.fixture(scope="session")
+def paged_case(backend: Backend, heads: Callable[..., Heads]) -> Callable[..., PagedCase]:
+    """`build_paged_case`, by default with a shape that the backend's kernels take."""
+
+    def build(query_lens: list[int], seq_lens: list[int], **other: object) -> PagedCase:
+        shape = {"heads": heads(), "block_size": backend.preferred_block_size}
+        return build_paged_case(query_lens, seq_lens, **shape | other)
+
+    return build

@@ -11,7 +11,7 @@ from adaflash.ops.backend import OPS, Backend
 from adaflash.ops.registry import installed_backends, load_backend
 
 # Ops each backend promises to run natively; an op that silently falls back to the reference fails here.
-NATIVE_OPS = {"cpu": {"paged_attention", "rms_norm", "apply_rope", "silu_and_mul", "write_kv"}}
+NATIVE_OPS = {"cpu": {"paged_attention", "rms_norm", "apply_rope", "silu_and_mul", "write_kv"}, "npu": set(OPS)}
 
 
 def test_every_expected_backend_is_installed(expected_backends):

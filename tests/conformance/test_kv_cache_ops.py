@@ -70,7 +70,7 @@ def test_keys_may_be_views_of_a_merged_projection(backend, reference, paged_case
 
 
 def test_copied_blocks_hold_what_their_source_holds(dtype, backend, reference, paged_case, assert_close):
-    case = paged_case([4], [40], dtype=dtype)
+    case = paged_case([4], [2 * backend.preferred_block_size + 8], dtype=dtype)
     k_cache, v_cache = case.caches(backend)
     expected = case.attend(reference)
     spare = [b for b in range(case.num_blocks) if b not in case.block_tables[0]]

@@ -10,7 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 GQA_RATIOS = (1, 2, 3, 4, 5, 6, 7, 8)
-BLOCK_SIZE = 16
+
+
+def boundary_offsets(block_size):
+    """0 .. 2 blocks; of long blocks those near a boundary."""
+    return [n for n in range(2 * block_size + 1) if block_size <= 16 or min(n % block_size, -n % block_size) <= 8]
 
 
 def dense_attention(case, causal, window):
@@ -39,7 +43,7 @@ def test_reference_matches_a_loop_over_queries(lengths, window, causal, dtype, r
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("ratio", GQA_RATIOS)
 def test_every_gqa_ratio(ratio, head_dim, causal, dtype, backend, reference, paged_case, heads, assert_close):
-    shape = heads(2 * ratio, 2, head_dim)
+    shape = heads(2 * ratio, 2, head_dim=head_dim)
     case = paged_case([1, 4, 1, 9], [17, 40, 5, 9], heads=shape, dtype=dtype)
     assert_close(case.attend(backend, causal), case.attend(reference, causal))
 
@@ -47,8 +51,8 @@ def test_every_gqa_ratio(ratio, head_dim, causal, dtype, backend, reference, pag
 @pytest.mark.parametrize("shuffled", [True, False])
 @pytest.mark.parametrize("query_len", [1, 2, 8, 16])
 def test_block_boundary_at_every_offset(query_len, shuffled, backend, reference, paged_case, assert_close):
-    for seq_len in range(query_len, query_len + 2 * BLOCK_SIZE + 1):
-        case = paged_case([query_len], [seq_len], block_size=BLOCK_SIZE, shuffled=shuffled, seed=seq_len)
+    for offset in boundary_offsets(backend.preferred_block_size):
+        case = paged_case([query_len], [query_len + offset], shuffled=shuffled, seed=offset)
         assert_close(case.attend(backend), case.attend(reference))
 
 
@@ -149,7 +153,7 @@ def ragged_lengths(draw):
     lengths=ragged_lengths(),
     num_kv_heads=st.integers(1, 3),
     ratio=st.integers(1, 8),
-    block_size=st.sampled_from([8, 16, 32]),
+    which_block_size=st.integers(0, 2),
     causal=st.booleans(),
     window=st.one_of(st.none(), st.integers(1, 64)),
     shuffled=st.booleans(),
@@ -161,18 +165,20 @@ def test_ragged_batches(
     reference,
     paged_case,
     heads,
+    block_sizes,
     assert_close,
     lengths,
     num_kv_heads,
     ratio,
-    block_size,
+    which_block_size,
     causal,
     window,
     shuffled,
     padding_rows,
     seed,
 ):
-    shape = heads(num_kv_heads * ratio, num_kv_heads, 64)
+    shape = heads(num_kv_heads * ratio, num_kv_heads)
+    block_size = block_sizes[which_block_size % len(block_sizes)]
     case = paged_case(
         *lengths, heads=shape, block_size=block_size, shuffled=shuffled, padding_rows=padding_rows, seed=seed
     )

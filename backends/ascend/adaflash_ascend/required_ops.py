@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every operator of torch_npu that this backend calls; a call of any other fails the tests."""
+
+from __future__ import annotations
+
+REQUIRED_OPS = (
+    "npu_add_rms_norm",
+    "npu_fused_infer_attention_score",
+    "npu_rms_norm",
+    "npu_rotary_mul",
+    "npu_scatter_pa_kv_cache",
+    "npu_swiglu",
+    "npu_top_k_top_p",
+)
