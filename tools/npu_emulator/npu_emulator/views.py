@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CPU tensors over device memory, and device tensors for what a CPU kernel returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from npu_emulator import runtime
+
+_CPU = torch.device("cpu")
+
+
+def is_device(tensor: Tensor) -> bool:
+    """Whether it lives on an emulated device."""
+    return tensor.device.type == "npu"
+
+
+def host_view(tensor: Tensor) -> Tensor:
+    """A CPU tensor over the same memory; it does not keep the memory alive, as a kernel's pointer does not."""
+    storage = tensor.untyped_storage()
+    memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), _CPU, storage.nbytes())
+    view = torch.empty(0, dtype=tensor.dtype)
+    return view.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def transform(value: Any, change: Callable[[Any], Any]) -> Any:
+    """`value` with `change` applied to what is not a list or a tuple."""
+    if isinstance(value, list | tuple):
+        return [transform(item, change) for item in value]
+    return change(value)
+
+
+def leaves(value: Any) -> list[Any]:
+    """The items of nested lists and tuples, in order."""
+    if isinstance(value, list | tuple):
+        return [leaf for item in value for leaf in leaves(item)]
+    return [value]
+
+
+class Operands:
+    """The arguments of one call: CPU views of its device tensors, and the way back from them.
+
+    Attributes:
+        tensors: The device tensors, in order.
+        views: Their CPU views.
+        device: The device they are on; None if there is none.
+    """
+
+    def __init__(self, name: str, host_tensors_allowed: bool = False) -> None:
+        self.name = name
+        self.host_tensors_allowed = host_tensors_allowed
+        self.tensors: list[Tensor] = []
+        self.views: list[Tensor] = []
+        self.device: torch.device | None = None
+
+    def add(self, value: Any) -> Any:
+        """What stands for an argument, or for one item of it, in the call of the CPU kernel."""
+        if isinstance(value, Tensor):
+            return self._add_tensor(value)
+        if isinstance(value, torch.device) and value.type == "npu":
+            self.device = self.device or torch.device("npu", value.index or 0)
+            return _CPU
+        return value
+
+    def _add_tensor(self, tensor: Tensor) -> Tensor:
+        if not is_device(tensor):
+            if tensor.dim() and not self.host_tensors_allowed:
+                raise RuntimeError(
+                    f"{self.name}: expected all tensors to be on the same device, but found one of shape "
+                    f"{tuple(tensor.shape)} on {tensor.device}"
+                )
+            return tensor.clone()  # its value now, whenever the kernel runs
+        if self.device is not None and tensor.device != self.device:
+            raise RuntimeError(
+                f"{self.name}: expected all tensors to be on the same device, but found {self.device} and "
+                f"{tensor.device}"
+            )
+        self.device = tensor.device
+        view = host_view(tensor)
+        self.tensors.append(tensor)
+        self.views.append(view)
+        return view
+
+    def owns(self, view: Tensor) -> bool:
+        """Whether it is one of the CPU views."""
+        return any(view is own for own in self.views)
+
+    def same_or_view(self, result: Tensor) -> Tensor | None:
+        """The device tensor a result is, or a view of the one it is a view of; None if its memory is its own."""
+        for tensor, view in zip(self.tensors, self.views, strict=True):
+            if result is view:
+                return tensor
+        address = result.untyped_storage().data_ptr()
+        for tensor in self.tensors if address else ():
+            if tensor.untyped_storage().data_ptr() == address:
+                return torch.as_strided(tensor, result.shape, result.stride(), result.storage_offset())
+        return None
+
+    def check_memory(self) -> None:
+        """Check that what a graph's node works on still is device memory.
+
+        Raises:
+            RuntimeError: The graph outlived a tensor it uses.
+        """
+        for view in self.views:
+            memory = view.untyped_storage()
+            if memory.nbytes() and not runtime.is_device_memory(memory.data_ptr(), memory.nbytes()):
+                raise RuntimeError(f"{self.name}: a replay uses device memory that was given back; keep the tensor")
+
+
+def allocate(like: Tensor, device: torch.device) -> Tensor:
+    """A device tensor for a result; contiguous, as torch_npu allocates what its operators return."""
+    return torch.empty(like.shape, dtype=like.dtype, device=device)
