@@ -9,7 +9,8 @@ import torch
 
 def attend_with(backend, case, k_cache, v_cache):
     meta = backend.attention_metadata(case.batch(backend.device))
-    return backend.paged_attention(case.q.to(backend.device), k_cache, v_cache, meta, 0.125, True)[: case.num_queries]
+    q, scale = case.q.to(backend.device), case.heads.head_dim**-0.5
+    return backend.paged_attention(q, k_cache, v_cache, meta, scale, True)[: case.num_queries]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 100, 300])

@@ -107,7 +107,8 @@ def test_one_metadata_serves_layers_and_masks_of_every_kind(backend, reference, 
         for layer in (case, other):
             k_cache, v_cache = layer.caches(backend)
             q = layer.q.to(backend.device)
-            actual = backend.paged_attention(q, k_cache, v_cache, meta, 0.125, causal, window)
+            scale = layer.heads.head_dim**-0.5
+            actual = backend.paged_attention(q, k_cache, v_cache, meta, scale, causal, window)
             assert_close(actual, layer.attend(reference, causal, window))
 
 
