@@ -82,6 +82,7 @@ class EngineConfig:
         length_head_min: Smallest candidate length (anchor included) of `length_head`.
         sampling_coupling: `gumbel` makes sampled output independent of the drafter; `rejection` only its distribution.
         strict_ops: Make a fallback to a reference op an error.
+        enforce_eager: Launch kernels one by one where forwards would run as captured graphs.
         num_threads: CPU threads for the model's math; None leaves torch's default.
     """
 
@@ -106,6 +107,7 @@ class EngineConfig:
     length_head_min: int = 1
     sampling_coupling: SamplingCoupling = "gumbel"
     strict_ops: bool = False
+    enforce_eager: bool = False
     num_threads: int | None = None
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ from adaflash.cache.kv_cache import KVCache, kv_bytes_per_block
 from adaflash.config import EngineConfig, VerifyPolicyName
 from adaflash.demo.drafter import demo_drafter_dir
 from adaflash.demo.model import DEMO_MODEL_NAME, demo_model_dir
+from adaflash.engine.graphs import DummyBlocks, GraphSetting
 from adaflash.engine.runner import Runner
 from adaflash.engine.sampling import SamplingBuilder
 from adaflash.engine.tokenizer import Tokenizer, has_tokenizer
@@ -113,14 +114,18 @@ def assemble(
     block_size = config.block_size or backend.preferred_block_size
     shapes = _kv_shapes(target, drafter)
     num_blocks, max_model_len = _size_pool(config, backend, target, shapes, block_size)
-    pools = [_allocate(backend, shape, num_blocks, block_size, target.dtype) for shape in shapes]
+    graphs = _graph_setting(config, backend, drafter, num_blocks, block_size, max_model_len)
+    num_dummies = 0 if graphs is None else len(graphs.dummies.table)
+    pools = [_allocate(backend, shape, num_blocks + num_dummies, block_size, target.dtype) for shape in shapes]
     keep_draft_logits = config.sampling_coupling == "rejection"
     # Under rejection q must be what the drafts were drawn from; under the Gumbel coupling any draft is lawful.
     draft_top_k = None if keep_draft_logits else DRAFT_TOP_K
     sampling = SamplingBuilder(target.config.vocab_size, backend.device, draft_top_k)
     draft_kv = pools[1] if drafter is not None else None
-    drafters = None if drafter is None else ResidentDrafters(drafter)
+    drafters = None if drafter is None else ResidentDrafters(drafter, graphs is not None)
     runner = Runner(backend, target, pools[0], drafters, draft_kv, sampling, keep_draft_logits)
+    if graphs is not None:
+        runner.make_graphs(graphs)
     info = EngineInfo(
         model=names[0],
         draft=names[1],
@@ -165,6 +170,24 @@ def resolve_policy(name: str, drafter: Drafter | None) -> str:
     if name == "length_head" and (drafter is None or drafter.length_head is None):
         raise ConfigError("verify_policy='length_head' needs a drafter whose checkpoint has a length head; it has none")
     return name
+
+
+def _graph_setting(
+    config: EngineConfig,
+    backend: Backend,
+    drafter: Drafter | None,
+    num_blocks: int,
+    block_size: int,
+    max_model_len: int,
+) -> GraphSetting | None:
+    """Return how forwards are captured; None where they are not."""
+    width = 1 if drafter is None else drafter.draft_block_size
+    buckets = None if config.enforce_eager else backend.graph_buckets(config.max_num_seqs, config.max_num_seqs * width)
+    if buckets is None:
+        return None
+    dummies = DummyBlocks(num_blocks, DummyBlocks.needed(buckets, width, block_size), block_size)
+    longest = -(-(max_model_len + width) // block_size)
+    return GraphSetting(backend, buckets, dummies, block_size, max(longest, len(dummies.table)))
 
 
 def _size_pool(

@@ -16,6 +16,7 @@ from adaflash.cache.block_manager import MIXED_CONTEXT
 from adaflash.cache.kv_cache import KVCache
 from adaflash.engine.context_backlog import ContextBacklog
 from adaflash.engine.features import FeaturePool
+from adaflash.engine.graphs import ForwardGraphs, GraphSetting, TargetRows
 from adaflash.engine.sampling import SamplingBuilder
 from adaflash.engine.scheduler import ScheduledSequence
 from adaflash.engine.sequence import ContextWrite, Sequence
@@ -24,7 +25,7 @@ from adaflash.ops.backend import Backend
 from adaflash.ops.metadata import PackedBatch, VerifyMetadata, device_tensor
 from adaflash.ops.reference_sampling import corrupted_rows, row_logprobs
 from adaflash.request import Logprob, TokenLogprobs
-from adaflash.speculative.base import Drafter
+from adaflash.speculative.base import BlockStates, Drafter
 from adaflash.speculative.budget import DraftSignals
 from adaflash.speculative.packing import PackEntry, pack
 from adaflash.speculative.resident import ResidentDrafters
@@ -91,6 +92,7 @@ class Runner:
     Attributes:
         features: Where the target's features of captured sequences are kept; None keeps none.
         backlog: Features of tokens whose drafter context is still to be written; None where none is put off.
+        graphs: Captured forwards; None where the device captures none.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class Runner:
         self.times = StepTimes()
         self.features: FeaturePool | None = None
         self.backlog: ContextBacklog | None = None
+        self.graphs: ForwardGraphs | None = None
         self._target_kv = target_kv
         self._draft_kv = draft_kv
         self._keep_draft_logits = keep_draft_logits
@@ -119,6 +122,14 @@ class Runner:
     def drafter(self) -> Drafter | None:
         """The last good drafter; its shapes are those of every version."""
         return None if self.drafters is None else self.drafters.current
+
+    def make_graphs(self, setting: GraphSetting) -> None:
+        """Run decoding and drafting through captured graphs from now on."""
+        self.graphs = ForwardGraphs(setting, self.run_target, self._run_drafter)
+
+    def _run_drafter(self, drafter: Drafter, batch: PackedBatch) -> BlockStates:
+        assert self._draft_kv is not None, "a drafter comes with its KV pool"
+        return drafter.block_states(batch, self._draft_kv)
 
     def make_backlog(self, max_num_seqs: int) -> None:
         """Make room for features whose drafter context is written later, unless there is."""
@@ -158,12 +169,12 @@ class Runner:
 
     def _draft_with(self, version: int, drafting: list[ScheduledSequence], num_drafts: int) -> Drafts:
         assert self.drafters is not None, "drafting needs a drafter"
-        assert self._draft_kv is not None, "drafting needs the drafter's KV pool"
         drafter = self.drafters[version]
         masks = [drafter.mask_token_id] * num_drafts
         seqs = [item.seq for item in drafting]
-        entries = [PackEntry([seq.token_ids[-1], *masks], seq.num_computed, seq.block_table, 0) for seq in seqs]
-        batch = pack(entries, self._draft_kv.block_size, self.backend.device)
+        entries = [
+            PackEntry([seq.token_ids[-1], *masks], seq.num_computed, seq.block_table, len(masks) + 1) for seq in seqs
+        ]
         rows = self.sampling.draft_rows(
             [seq.key for seq in seqs],
             [seq.num_output_tokens for seq in seqs],
@@ -171,11 +182,15 @@ class Runner:
             drafter.column_token_ids,
             None,  # The drafter itself never proposes its mask id.
         )
-        block = drafter.propose(batch, self._draft_kv, rows, self._keep_draft_logits)
-        ratio = None
-        if drafter.length_head is not None and num_drafts == drafter.draft_block_size - 1:  # as it was trained
-            ratio = drafter.length_head.predict(block.hidden).tolist()
+        block = drafter.choose(self._block_states(drafter, entries), rows, self._keep_draft_logits)
+        ratio = None if block.length_ratio is None else block.length_ratio.tolist()
         return Drafts(block.token_ids.tolist(), DraftSignals(block.confidence.tolist(), ratio), block.logits)
+
+    def _block_states(self, drafter: Drafter, entries: list[PackEntry]) -> BlockStates:
+        assert self._draft_kv is not None, "drafting needs the drafter's KV pool"
+        if self.graphs is not None:
+            return self.graphs.run_drafter(drafter, entries).output.first(len(entries))
+        return self._run_drafter(drafter, pack(entries, self._draft_kv.block_size, self.backend.device))
 
     def write_pending(self, seqs: list[Sequence]) -> None:
         """Write the drafter context that was put off, of sequences that have some; the time counts as drafting."""
@@ -199,27 +214,41 @@ class Runner:
             drafts: The step's drafts, when any sequence drafted.
         """
         started = time.perf_counter()
-        batch = pack([_entry(r) for r in rounds], self._target_kv.block_size, self.backend.device)
-        logits = self._forward(batch, rounds)
+        logits = self._forward(rounds)
         sampled = [r for r in rounds if r.scheduled.samples]
         verified = self._decide(sampled, logits, drafts) if sampled else []
         self.times.verify += time.perf_counter() - started
         return verified
 
-    def _forward(self, batch: PackedBatch, rounds: list[Round]) -> Tensor:
+    def _forward(self, rounds: list[Round]) -> Tensor:
         """Return logits [R, V] of the rows that need them; writes the target's KV, the drafters', and the features."""
-        meta = self.backend.attention_metadata(batch)
-        drafter, contexts = self.drafter, [r.context for r in rounds]
+        contexts = [r.context for r in rounds]
         needs_context = contexts.count(ContextWrite.NEVER) < len(contexts)
-        needs_taps = drafter is not None and (needs_context or self.features is not None)
-        taps = drafter.tap_layer_ids if drafter is not None and needs_taps else ()
-        out = self.target.forward(batch.token_ids, batch.positions, batch.slot_mapping, meta, self._target_kv, taps)
-        if out.taps is not None:
+        needs_taps = self.drafter is not None and (needs_context or self.features is not None)
+        batch, rows = self._target_rows([_entry(r) for r in rounds], needs_taps)
+        if rows.taps is not None:
             if needs_context:
-                self._write_context(out.taps, batch, rounds, contexts)
+                self._write_context(rows.taps, batch, rounds, contexts)
             if self.features is not None:
-                self.features.write(batch, out.taps, out.hidden, [r.scheduled.seq.is_captured for r in rounds])
-        return self.target.compute_logits(out.hidden[batch.logits_indices])
+                self.features.write(batch, rows.taps, rows.hidden, [r.scheduled.seq.is_captured for r in rounds])
+        return rows.logits
+
+    def _target_rows(self, entries: list[PackEntry], needs_taps: bool) -> tuple[PackedBatch, TargetRows]:
+        if self.graphs is not None and all(entry.num_logits == len(entry.token_ids) for entry in entries):
+            ran = self.graphs.run_target(entries, needs_taps)
+            hidden, taps, logits = ran.output
+            num_tokens = ran.batch.num_tokens
+            taps = None if taps is None else taps[:num_tokens]
+            return ran.batch, TargetRows(hidden[:num_tokens], taps, logits[:num_tokens])
+        batch = pack(entries, self._target_kv.block_size, self.backend.device)
+        return batch, self.run_target(batch, needs_taps)
+
+    def run_target(self, batch: PackedBatch, needs_taps: bool) -> TargetRows:
+        """Run the target, without deciding anything on the host."""
+        meta = self.backend.attention_metadata(batch)
+        taps = self.drafter.tap_layer_ids if self.drafter is not None and needs_taps else ()
+        out = self.target.forward(batch.token_ids, batch.positions, batch.slot_mapping, meta, self._target_kv, taps)
+        return TargetRows(out.hidden, out.taps, self.target.compute_logits(out.hidden[batch.logits_indices]))
 
     def _write_context(
         self, taps: Tensor, batch: PackedBatch, rounds: list[Round], contexts: list[ContextWrite]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,8 @@ from torch import Tensor
 
 from adaflash.errors import BackendError
 from adaflash.ops import reference, reference_sampling
+from adaflash.ops.graph_shapes import GraphBuckets
+from adaflash.ops.host_batch import StaticBatch
 from adaflash.ops.metadata import (
     AttentionMetadata,
     NormOutput,
@@ -30,6 +32,7 @@ from adaflash.ops.metadata import (
 logger = logging.getLogger(__name__)
 
 LinearFn = Callable[[Tensor], Tensor]
+Output = TypeVar("Output")
 
 OPS = (
     "rms_norm",
@@ -70,6 +73,8 @@ class Backend:
     preferred_block_size = 16
     # Rows of a forward cost as much as the next multiple of this: verifying up to there is free.
     row_multiple = 1
+    # Whether `pack_linear` keeps a form of its own; then weights cannot change in place.
+    packs_linears = False
     # Widest block [anchor, drafts ...] a sequence may draft and verify; None for any.
     max_draft_block_size: int | None = None
     # Whether plain PyTorch is the device's own implementation, so that a reference body is no fallback.
@@ -213,6 +218,25 @@ class Backend:
         The caller drops its reference to `weight`, so a packed copy replaces it.
         """
         return lambda x: F.linear(x, weight, bias)
+
+    def graph_buckets(self, max_num_seqs: int, max_num_tokens: int) -> GraphBuckets | None:
+        """Return the shapes in which forwards of at most so many sequences and tokens are captured.
+
+        None: launching kernels one by one costs this device nothing, forwards are not captured.
+        """
+        return None
+
+    def capture(self, forward: Callable[[PackedBatch], Output], static: StaticBatch) -> Callable[[], Output]:
+        """Capture a forward over `static`, and return what runs it again over the values `static` has by then.
+
+        The reference calls `forward` again: the same static tensors, no gain. What a real graph returns is overwritten
+        by its next run.
+
+        Args:
+            forward: Without effects on the host, and without reading from the device.
+            static: Tensors at fixed addresses; lengths on the host change with `load`.
+        """
+        return lambda: forward(static.batch)
 
     def memory_info(self) -> MemoryInfo:
         """Return free and total memory of the device."""

@@ -49,6 +49,7 @@ class CpuBackend(Backend):
 
     name = "cpu"
     reference_is_native = True
+    packs_linears = True
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         super().__init__(device)

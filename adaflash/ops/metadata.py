@@ -8,7 +8,7 @@ because CUDA kernels read the first and CANN operators take the second.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -56,6 +56,24 @@ class PackedBatch:
     def num_seqs(self) -> int:
         """S."""
         return len(self.query_lens_cpu)
+
+    def first(self, num_seqs: int) -> PackedBatch:
+        """Return the first sequences, all of whose rows have logits."""
+        query_lens = self.query_lens_cpu[:num_seqs]
+        num_tokens = sum(query_lens)
+        return replace(
+            self,
+            token_ids=self.token_ids[:num_tokens],
+            positions=self.positions[:num_tokens],
+            slot_mapping=self.slot_mapping[:num_tokens],
+            cu_seqlens_q=self.cu_seqlens_q[: num_seqs + 1],
+            seq_lens=self.seq_lens[:num_seqs],
+            block_tables=self.block_tables[:num_seqs],
+            logits_indices=self.logits_indices[:num_tokens],
+            query_lens_cpu=query_lens,
+            seq_lens_cpu=self.seq_lens_cpu[:num_seqs],
+            block_tables_cpu=self.block_tables_cpu[:num_seqs],
+        )
 
 
 @dataclass(frozen=True)

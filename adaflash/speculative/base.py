@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -21,13 +22,35 @@ class DraftBlock:
         logits: [S, k, Vd] the tokens were drawn from, penalties and bias not applied; kept only on request.
         confidence: [S, k] fp32 in (0, 1], the largest probability of each draft distribution: a property of the
             distribution, not of the drawn token, so that cutting by it is lossless under either coupling.
-        hidden: [S, k + 1, H] drafter states after its final norm; input of the length head when k is K.
+        length_ratio: [S] fp32, the length head's (accepted + 1) / W; None without one, and when k < K.
+        hidden: [S, k + 1, H] drafter states after its final norm.
     """
 
     token_ids: Tensor
     logits: Tensor | None
     confidence: Tensor
+    length_ratio: Tensor | None
     hidden: Tensor
+
+
+class BlockStates(NamedTuple):
+    """What a drafter's forward computes for S blocks, before anything is drawn.
+
+    Attributes:
+        hidden: [S, k + 1, H] drafter states after its final norm.
+        logits: [S, k, Vd] of the drafts, -inf for the mask token.
+        confidence: [S, k] fp32 in (0, 1], the largest probability of each draft distribution.
+        length_ratio: [S] fp32 from the length head; None without one, and for blocks narrower than it was trained with.
+    """
+
+    hidden: Tensor
+    logits: Tensor
+    confidence: Tensor
+    length_ratio: Tensor | None
+
+    def first(self, num_seqs: int) -> BlockStates:
+        """Return those of the first sequences."""
+        return BlockStates(*(None if tensor is None else tensor[:num_seqs] for tensor in self))  # type: ignore[arg-type]
 
 
 class LengthHead(ABC):
@@ -80,14 +103,35 @@ class Drafter(ABC):
         """
 
     @abstractmethod
+    def block_states(self, batch: PackedBatch, kv_: KVCache) -> BlockStates:
+        """Run the drafter over one block per sequence; nothing is decided on the host, so it can be captured.
+
+        Args:
+            batch: S sequences of exactly k + 1 tokens, `[anchor, mask x k]`, 1 <= k <= K (ADR 9); seq_lens count
+                context + k + 1.
+            kv_: The drafter's cache; the block's own K/V go to the lookahead slots of `batch.slot_mapping`.
+        """
+
+    @abstractmethod
+    def choose(self, states: BlockStates, sampling: SamplingMetadata, keep_logits: bool = False) -> DraftBlock:
+        """Draw the drafts.
+
+        Args:
+            states: What `block_states` returned.
+            sampling: [S * k] rows, row s * k + i decides draft i of sequence s.
+            keep_logits: Whether `DraftBlock.logits` is needed (coupling `rejection`).
+        """
+
     def propose(
         self, batch: PackedBatch, kv_: KVCache, sampling: SamplingMetadata, keep_logits: bool = False
     ) -> DraftBlock:
-        """Draft k tokens per sequence in one forward, 1 <= k <= K (docs/adr/0009-narrow-drafts.md).
+        """Draft k tokens per sequence in one forward: `block_states`, then `choose`."""
+        return self.choose(self.block_states(batch, kv_), sampling, keep_logits)
+
+    @abstractmethod
+    def take_weights(self, other: Drafter) -> None:
+        """Become another version of the same shapes in place: addresses that a graph has captured stay.
 
         Args:
-            batch: S sequences of exactly k + 1 tokens, `[anchor, mask x k]`; seq_lens count context + k + 1.
-            kv_: The drafter's cache; the block's own K/V go to the lookahead slots of `batch.slot_mapping`.
-            sampling: [S * k] rows, row s * k + i decides draft i of sequence s.
-            keep_logits: Whether `DraftBlock.logits` is needed (coupling `rejection`).
+            other: Not packed.
         """

@@ -19,7 +19,7 @@ from adaflash.models.layers import Linear, RMSNorm
 from adaflash.models.rope import RotaryEmbedding
 from adaflash.ops.backend import Backend, LinearFn
 from adaflash.ops.metadata import PackedBatch, SamplingMetadata
-from adaflash.speculative.base import DraftBlock, Drafter, LengthHead
+from adaflash.speculative.base import BlockStates, DraftBlock, Drafter, LengthHead
 from adaflash.speculative.drafter_config import DrafterConfig
 from adaflash.speculative.drafter_layers import DrafterLayer, FusedContext
 from adaflash.speculative.length_head import ThresholdLengthHead
@@ -107,24 +107,34 @@ class DFlashDrafter(Drafter, nn.Module):
             self.backend.write_kv(context.k[:, index], context.v[:, index], k_cache, v_cache, slot_mapping)
 
     @torch.no_grad()
-    def propose(
-        self, batch: PackedBatch, kv_: KVCache, sampling: SamplingMetadata, keep_logits: bool = False
-    ) -> DraftBlock:
-        """See `Drafter.propose`."""
+    def block_states(self, batch: PackedBatch, kv_: KVCache) -> BlockStates:
+        """See `Drafter.block_states`."""
         num_seqs, width = batch.num_seqs, batch.query_lens_cpu[0]
         assert 2 <= width <= self.draft_block_size, f"a block has 2 to {self.draft_block_size} rows, not {width}"
         assert all(query_len == width for query_len in batch.query_lens_cpu), "all blocks of a forward are equally wide"
         hidden = self._forward_block(batch, kv_).view(num_seqs, width, -1)  # [S, w, H]
         logits = self.draft_logits(hidden[:, 1:].flatten(0, 1))  # [S * (w - 1), Vd]
+        has_ratio = self.length_head is not None and width == self.draft_block_size  # as it was trained
+        return BlockStates(
+            hidden,
+            logits.view(num_seqs, width - 1, -1),
+            max_probability(logits).view(num_seqs, width - 1),
+            self.length_head.predict(hidden) if has_ratio and self.length_head is not None else None,
+        )
+
+    @torch.no_grad()
+    def choose(self, states: BlockStates, sampling: SamplingMetadata, keep_logits: bool = False) -> DraftBlock:
+        """See `Drafter.choose`."""
         if sampling.column_token_ids is None and self.column_token_ids is not None:
             sampling = dataclasses.replace(sampling, column_token_ids=self.column_token_ids)
-        columns = self.backend.sample(logits, sampling)
+        columns = self.backend.sample(states.logits.flatten(0, 1), sampling)
         token_ids = columns if self.column_token_ids is None else self.column_token_ids[columns]
         return DraftBlock(
-            token_ids=token_ids.view(num_seqs, width - 1),
-            logits=logits.view(num_seqs, width - 1, -1) if keep_logits else None,
-            confidence=max_probability(logits).view(num_seqs, width - 1),
-            hidden=hidden,
+            token_ids=token_ids.view(states.confidence.shape),
+            logits=states.logits if keep_logits else None,
+            confidence=states.confidence,
+            length_ratio=states.length_ratio,
+            hidden=states.hidden,
         )
 
     def _forward_block(self, batch: PackedBatch, kv_: KVCache) -> Tensor:
@@ -163,9 +173,23 @@ class DFlashDrafter(Drafter, nn.Module):
             digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
         self.context_id = int.from_bytes(digest.digest()[:_CONTEXT_ID_BYTES], "big")
 
+    def take_weights(self, other: Drafter) -> None:
+        """See `Drafter.take_weights`."""
+        assert isinstance(other, DFlashDrafter), "versions are of one architecture"
+        with torch.no_grad():
+            for (name, mine), (other_name, theirs) in zip(
+                self.named_parameters(), other.named_parameters(), strict=True
+            ):
+                assert name == other_name, "versions have the same weights"
+                mine.copy_(theirs)
+        self.rebuild_fused()
+        self.version, self.context_id = other.version, other.context_id
+
     def pack(self) -> None:
-        """Replace linear weights by the backend's packed form; new weights then need a new drafter."""
+        """Replace linear weights by the backend's packed form, if it has one; new weights then need a new drafter."""
         assert self._fused is not None, "rebuild_fused must come before pack"
+        if not self.backend.packs_linears:
+            return
         for module in self.modules():
             if isinstance(module, Linear):
                 module.pack(self.backend)

@@ -12,7 +12,8 @@ import numpy.typing as npt
 import torch
 
 from adaflash.ops.compiled import compiled
-from adaflash.ops.metadata import PackedBatch, device_tensor
+from adaflash.ops.host_batch import BatchLayout, HostBatch
+from adaflash.ops.metadata import PackedBatch
 
 
 class PackEntry(NamedTuple):
@@ -33,40 +34,35 @@ class PackEntry(NamedTuple):
 
 def pack(entries: list[PackEntry], block_size: int, device: torch.device) -> PackedBatch:
     """Pack `entries` in order; T = sum of their lengths, R = sum of their `num_logits`."""
+    return lay_out(entries, block_size).on(device)
+
+
+def lay_out(entries: list[PackEntry], block_size: int, table_width: int | None = None) -> HostBatch:
+    """Pack `entries` on the host.
+
+    Args:
+        entries: In order.
+        block_size: Slots of a block.
+        table_width: Columns of the block tables; None for as many as the longest one needs.
+    """
     query_lens = [len(entry.token_ids) for entry in entries]
     starts = [entry.start for entry in entries]
     num_logits = [entry.num_logits for entry in entries]
     tables = [entry.block_table for entry in entries]
     table_lens = list(map(len, tables))
-    num_seqs, num_tokens = len(entries), sum(query_lens)
-    token_ids = np.array([t for entry in entries for t in entry.token_ids], dtype=np.int64)
-    rows = np.empty((2, num_tokens), dtype=np.int64)
-    logits_indices = np.empty(sum(num_logits), dtype=np.int64)
-    lens = np.empty(2 * num_seqs + 1, dtype=np.int32)
-    padded_tables = np.zeros((num_seqs, max(table_lens)), dtype=np.int32)
+    layout = BatchLayout(sum(query_lens), len(entries), sum(num_logits), table_width or max(table_lens))
+    batch, arrays = HostBatch.empty(layout, query_lens, list(map(add, starts, query_lens)), tables)
+    arrays.token_ids[:] = [t for entry in entries for t in entry.token_ids]
     _lay_out(
         np.array((query_lens, starts, num_logits, table_lens), dtype=np.int64),
         np.array(list(chain.from_iterable(tables)), dtype=np.int64),
         block_size,
-        rows,
-        logits_indices,
-        lens,
-        padded_tables,
+        arrays.rows,
+        arrays.logits_indices,
+        arrays.lens,
+        arrays.block_tables,
     )
-    positions, slot_mapping = device_tensor(rows, device)
-    device_lens = device_tensor(lens, device)
-    return PackedBatch(
-        token_ids=device_tensor(token_ids, device),
-        positions=positions,
-        slot_mapping=slot_mapping,
-        cu_seqlens_q=device_lens[: num_seqs + 1],
-        seq_lens=device_lens[num_seqs + 1 :],
-        block_tables=device_tensor(padded_tables, device),
-        logits_indices=device_tensor(logits_indices, device),
-        query_lens_cpu=query_lens,
-        seq_lens_cpu=list(map(add, starts, query_lens)),
-        block_tables_cpu=tables,
-    )
+    return batch
 
 
 @compiled("void(int64[:, ::1], int64[::1], int64, int64[:, ::1], int64[::1], int32[::1], int32[:, ::1])")
@@ -91,7 +87,8 @@ def _lay_out(
         padded_tables_: [S, max_blocks] zeros.
 
     Raises:
-        IndexError: An entry goes beyond its block table, or wants logits of more tokens than it has.
+        IndexError: An entry goes beyond its block table or is longer than the tables are wide, or it wants logits of
+            more tokens than it has.
     """
     num_seqs = entries.shape[1]
     row, first_id, logit = 0, 0, 0
@@ -100,6 +97,8 @@ def _lay_out(
         query_len, start, num_logits, table_len = entries[0, s], entries[1, s], entries[2, s], entries[3, s]
         if start + query_len > table_len * block_size:
             raise IndexError("an entry goes beyond its block table")
+        if table_len > padded_tables_.shape[1]:
+            raise IndexError("a block table is wider than the batch's")
         if num_logits > query_len:
             raise IndexError("an entry wants logits of more tokens than it has")
         for i in range(table_len):

@@ -17,17 +17,21 @@ class ResidentDrafters:
 
     Args:
         drafter: What came with the checkpoint.
+        keeps_addresses: Whether a new version takes the place of a forgotten one in memory: captured graphs read the
+            weights where they were.
     """
 
     MAX_VERSIONS = 2
 
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self, drafter: Drafter, keeps_addresses: bool = False) -> None:
         self.good = drafter.version
         self.candidate: int | None = None
         self.candidate_share = 0.0
         self._drafters = {drafter.version: drafter}
         self._num_users: Counter[int] = Counter()
         self._credit = 0.0
+        self._keeps_addresses = keeps_addresses
+        self._spare: Drafter | None = None
 
     def __getitem__(self, version: int) -> Drafter:
         return self._drafters[version]
@@ -82,7 +86,7 @@ class ResidentDrafters:
         assert self.has_room, "a third version waits until one of the two is gone"
         assert drafter.version not in self._drafters, "a version is resident once"
         assert self.candidate is None, "one candidate at a time"
-        self._drafters[drafter.version] = drafter
+        self._drafters[drafter.version] = self._in_place(drafter)
         if candidate_share is None:
             self.good = drafter.version
         else:
@@ -117,5 +121,15 @@ class ResidentDrafters:
     def _forget_unused(self) -> None:
         for version in list(self._drafters):
             if version not in (self.good, self.candidate) and not self._num_users[version]:
-                del self._drafters[version]
+                forgotten = self._drafters.pop(version)
                 del self._num_users[version]
+                if self._keeps_addresses:
+                    self._spare = forgotten
+
+    def _in_place(self, drafter: Drafter) -> Drafter:
+        """Return the version in the memory of one that is not used any more, if there is such memory."""
+        if self._spare is None:
+            return drafter
+        spare, self._spare = self._spare, None
+        spare.take_weights(drafter)
+        return spare

@@ -27,7 +27,7 @@ from adaflash.ops.backend import Backend, LinearFn
 from adaflash.ops.metadata import AttentionMetadata, PackedBatch, SamplingMetadata
 from adaflash.ops.registry import load_backend
 from adaflash.request import SamplingParams
-from adaflash.speculative.base import DraftBlock, Drafter
+from adaflash.speculative.base import BlockStates, DraftBlock, Drafter
 
 VOCAB, HIDDEN, DRAFT_BLOCK_SIZE = 64, 8, 8
 RIGHT_TOKEN, WRONG_TOKEN = 5, 6
@@ -115,12 +115,20 @@ class FreeDrafter(Drafter):
     def write_context(self, taps: Tensor, positions: Tensor, slot_mapping: Tensor, kv_: KVCache) -> None:
         """Do nothing."""
 
-    def propose(
-        self, batch: PackedBatch, kv_: KVCache, sampling: SamplingMetadata, keep_logits: bool = False
-    ) -> DraftBlock:
+    def block_states(self, batch: PackedBatch, kv_: KVCache) -> BlockStates:
         """Return views of prepared tensors."""
         num_seqs = len(batch.token_ids) // DRAFT_BLOCK_SIZE
-        return DraftBlock(self._token_ids[:num_seqs], None, self._confidence[:num_seqs], self._hidden[:num_seqs])
+        hidden, confidence = self._hidden[:num_seqs], self._confidence[:num_seqs]
+        return BlockStates(hidden, hidden[:, 1:], confidence, None)
+
+    def choose(self, states: BlockStates, sampling: SamplingMetadata, keep_logits: bool = False) -> DraftBlock:
+        """Return the prepared token."""
+        token_ids = self._token_ids[: len(states.confidence)]
+        return DraftBlock(token_ids, None, states.confidence, None, states.hidden)
+
+    def take_weights(self, other: Drafter) -> None:
+        """Refuse: there are no weights."""
+        raise AssertionError("the free drafter has one version")
 
 
 @dataclass(frozen=True)

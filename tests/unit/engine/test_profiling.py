@@ -183,16 +183,16 @@ def test_the_good_one_of_two_versions_drafts(setup: TinySetup, monkeypatch: pyte
     used: list[int] = []
 
     def record(drafter: Drafter) -> Callable[..., DraftBlock]:
-        propose = drafter.propose
+        block_states = drafter.block_states
 
         def proposing(*args: Any) -> DraftBlock:
             used.append(drafter.version)
-            return propose(*args)
+            return block_states(*args)
 
         return proposing
 
     for version in drafters.versions:
-        monkeypatch.setattr(drafters[version], "propose", record(drafters[version]))
+        monkeypatch.setattr(drafters[version], "block_states", record(drafters[version]))
     profile(loaded.runner, pool(loaded), LIMITS, budget_s=0.2)
     assert set(used) == {7}
     assert drafters.versions == [0, 7], "nobody's version was released"
