@@ -27,7 +27,8 @@ class RotaryEmbedding:
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin of the angles, each [T, rotary_dim / 2] fp32, for positions [T]."""
         angles = positions[:, None].float() * self.inv_freq
-        return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+        cos, sin, scaling = angles.cos(), angles.sin(), self.attention_scaling
+        return (cos, sin) if scaling == 1.0 else (cos * scaling, sin * scaling)
 
 
 def _default(config: RopeConfig) -> Tensor:
