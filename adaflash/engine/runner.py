@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,14 +18,16 @@ from adaflash.cache.kv_cache import KVCache
 from adaflash.engine.context_backlog import ContextBacklog
 from adaflash.engine.features import FeaturePool
 from adaflash.engine.graphs import ForwardGraphs, GraphSetting, TargetRows
+from adaflash.engine.logprobs import step_logprobs
 from adaflash.engine.sampling import SamplingBuilder
 from adaflash.engine.scheduler import ScheduledSequence
 from adaflash.engine.sequence import ContextWrite, Sequence
 from adaflash.models.base import TargetModel
 from adaflash.ops.backend import Backend
+from adaflash.ops.fetch import fetch
 from adaflash.ops.metadata import PackedBatch, VerifyMetadata, device_tensor
-from adaflash.ops.reference_sampling import corrupted_rows, row_logprobs
-from adaflash.request import Logprob, TokenLogprobs
+from adaflash.ops.reference_sampling import largest_logits
+from adaflash.request import TokenLogprobs
 from adaflash.speculative.base import BlockStates, Drafter
 from adaflash.speculative.budget import DraftSignals
 from adaflash.speculative.packing import PackEntry, pack
@@ -183,8 +186,9 @@ class Runner:
             None,  # The drafter itself never proposes its mask id.
         )
         block = drafter.choose(self._block_states(drafter, entries), rows, self._keep_draft_logits)
-        ratio = None if block.length_ratio is None else block.length_ratio.tolist()
-        return Drafts(block.token_ids.tolist(), DraftSignals(block.confidence.tolist(), ratio), block.logits)
+        ratio = () if block.length_ratio is None else (block.length_ratio,)
+        token_ids, *signals = (values.tolist() for values in fetch(block.token_ids, block.confidence, *ratio))
+        return Drafts(token_ids, DraftSignals(signals[0], signals[1] if ratio else None), block.logits)
 
     def _block_states(self, drafter: Drafter, entries: list[PackEntry]) -> BlockStates:
         assert self._draft_kv is not None, "drafting needs the drafter's KV pool"
@@ -298,10 +302,11 @@ class Runner:
             rows,
             None if self.drafter is None else self.drafter.column_token_ids,
         )
-        decided = zip(out.token_ids.tolist(), out.num_accepted.tolist(), strict=True)
-        token_ids = [row[: accepted + 1] for row, accepted in decided]
-        corrupted = _corrupted_seqs(logits, num_drafts)
-        logprobs = self._logprobs(sampled, logits, token_ids)
+        decided, num_accepted, largest = fetch(out.token_ids, out.num_accepted, largest_logits(logits))
+        token_ids = [row[: accepted + 1] for row, accepted in zip(decided.tolist(), num_accepted.tolist(), strict=True)]
+        corrupted = _corrupted_seqs(~np.isfinite(largest), num_drafts)
+        wanted = [seq.request.params.logprobs for seq in seqs]
+        logprobs = step_logprobs(wanted, num_drafts, logits, token_ids)
         return list(map(Verified, token_ids, logprobs, corrupted))
 
     def _draft_logits(self, sampled: list[Round], drafts: Drafts | None) -> Tensor | None:
@@ -311,20 +316,6 @@ class Runner:
         assert drafts.logits is not None, "the drafter kept its logits"
         index = [0 if r.draft_row is None else r.draft_row for r in sampled]
         return drafts.logits[index]
-
-    def _logprobs(
-        self, sampled: list[Round], logits: Tensor, token_ids: list[list[int]]
-    ) -> list[list[TokenLogprobs] | None]:
-        wanted = [r.scheduled.seq.request.params.logprobs for r in sampled]
-        results: list[list[TokenLogprobs] | None] = [None] * len(sampled)
-        if wanted.count(None) == len(wanted):
-            return results
-        row = 0
-        for s, (r, tokens, num_top) in enumerate(zip(sampled, token_ids, wanted, strict=True)):
-            if num_top is not None:
-                results[s] = _token_logprobs(logits[row : row + len(tokens)], tokens, num_top)
-            row += len(r.draft_token_ids) + 1
-        return results
 
 
 def _pending_rows(seqs: list[Sequence], block_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -368,9 +359,8 @@ def _padded_drafts(sampled: list[Round], device: torch.device) -> Tensor:
     return device_tensor(np.array(rows, dtype=np.int64), device)
 
 
-def _corrupted_seqs(logits: Tensor, num_drafts: list[int]) -> list[bool]:
-    """Return, for each sequence, whether any of its rows of logits is not finite."""
-    corrupted = corrupted_rows(logits)
+def _corrupted_seqs(corrupted: npt.NDArray[np.bool_], num_drafts: list[int]) -> list[bool]:
+    """Return, for each sequence, whether any of its rows [R] is corrupted."""
     if not corrupted.any():
         return [False] * len(num_drafts)
     rows = np.split(corrupted, np.cumsum(np.array(num_drafts) + 1)[:-1])
@@ -380,19 +370,3 @@ def _corrupted_seqs(logits: Tensor, num_drafts: list[int]) -> list[bool]:
 def _verify_metadata(num_drafts: list[int], device: torch.device) -> VerifyMetadata:
     cu_rows = [0, *itertools.accumulate(count + 1 for count in num_drafts)]
     return VerifyMetadata(device_tensor(np.array(cu_rows, dtype=np.int64), device), num_drafts)
-
-
-def _token_logprobs(logits: Tensor, token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
-    """Return log-probabilities of emitted tokens under raw logits [n, V]."""
-    ids = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
-    out = row_logprobs(logits, ids, num_top)
-    top_ids, top_logprobs = out.top_token_ids.tolist(), out.top_logprobs.tolist()
-    return [
-        TokenLogprobs(
-            Logprob(token_id, logprob, rank),
-            tuple(Logprob(t, lp, i + 1) for i, (t, lp) in enumerate(zip(ids_row, lps_row, strict=True))),
-        )
-        for token_id, logprob, rank, ids_row, lps_row in zip(
-            token_ids, out.logprobs.tolist(), out.ranks.tolist(), top_ids, top_logprobs, strict=True
-        )
-    ]

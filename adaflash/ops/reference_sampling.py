@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -46,7 +44,7 @@ def sample(logits: Tensor, sampling: SamplingMetadata, filter_op: FilterOp = fil
     `filter_op` does what `filtered_scores` does for rows that are all sampled.
 
     A greedy row is the argmax of its penalised and biased logits, lowest index on ties. A row whose largest logit is
-    not finite yields the first NaN, else the first +inf, else (all -inf) column 0: no error, see `corrupted_rows`. A
+    not finite yields the first NaN, else the first +inf, else (all -inf) column 0: no error, see `largest_logits`. A
     row's result does not depend on the other rows.
     """
     logits = logits.detach()  # noise and numpy take no gradient
@@ -60,14 +58,14 @@ def sample(logits: Tensor, sampling: SamplingMetadata, filter_op: FilterOp = fil
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=logits.device)
 
 
-def corrupted_rows(logits: Tensor) -> npt.NDArray[np.bool_]:
-    """Return [R] on the host, True where a row of logits [R, V] has a NaN, a +inf, or nothing but -inf."""
+def largest_logits(logits: Tensor) -> Tensor:
+    """Return the largest of each row, [R, V] -> [R] fp32, NaN where there is one; not finite means a corrupted row.
+
+    That is a row with a NaN, a +inf, or nothing but -inf.
+    """
     if logits.device.type == "cpu" and logits.dtype == torch.float32:  # numpy takes half the time
-        largest = logits.numpy().max(-1)
-    else:
-        largest = logits.amax(-1).float().cpu().numpy()
-    corrupted: npt.NDArray[np.bool_] = ~np.isfinite(largest)
-    return corrupted
+        return torch.from_numpy(logits.numpy().max(-1))
+    return logits.amax(-1).float()
 
 
 def _row_chunks(num_rows: int, logits: Tensor) -> Iterator[Tensor]:
