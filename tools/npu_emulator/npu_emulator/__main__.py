@@ -44,7 +44,8 @@ def environment(options: argparse.Namespace, libraries: Path) -> dict[str, str]:
     # Operators are launched by the calling thread, not by torch_npu's own: kernels are Python, and order is exact.
     given["NPU_EMULATOR_PID"] = str(os.getpid())  # the command becomes this process
     given["TASK_QUEUE_ENABLE"] = "0"
-    return {**os.environ, **given}
+    inherited = {name: value for name, value in os.environ.items() if name != "ASCEND_HOME_PATH"}  # of a real CANN
+    return {**inherited, **given}
 
 
 def main() -> int:

@@ -60,8 +60,8 @@ _WAITS = frozenset(
     ]
 )
 
-# Operators that take indices, scalars or steps on the host as well.
-_HOST_TENSORS = frozenset(["index", "index_put_", "index_put", "_index_put_impl_", "_unsafe_index"])
+# Operators that take indices.
+_INDEX = frozenset(["index", "index_put_", "index_put", "_index_put_impl_", "_unsafe_index"])
 
 # The cube unit multiplies these dtypes. Source: aclnnMatmul, as op-plugin calls it.
 _MATRIX_PRODUCTS = frozenset(("mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "addmv", "mv", "dot", "addbmm"))
@@ -98,5 +98,5 @@ def install() -> None:
     for name in names():
         base = name.removeprefix("aten::").split(".")[0]
         dtypes = FLOATS if base.rstrip("_") in _MATRIX_PRODUCTS else None
-        kernel = Operator(_overload(name), base in _WAITS, base in _HOST_TENSORS, dtypes)
+        kernel = Operator(_overload(name), base in _WAITS, base in _INDEX, dtypes)
         register(name, kernel)

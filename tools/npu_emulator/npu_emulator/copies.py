@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npu_emulator.launch import run_later
+from npu_emulator.launch import launch_or_run
 from npu_emulator.registration import own_kernel, register
 from npu_emulator.views import Operands, is_device
 
@@ -72,12 +72,7 @@ def _copy_on_device(target: Tensor, source: Tensor) -> None:
     operands.device = None  # a copy may cross devices
     from_ = operands.add(source)
 
-    def kernel() -> None:
-        operands.check_memory()
-        to.copy_(from_)
-
-    if not run_later("aten::copy_", target.device.index, kernel):
-        to.copy_(from_)
+    launch_or_run("aten::copy_", target.device.index, operands.kernel(lambda: to.copy_(from_), target))
 
 
 def _to_copy(

@@ -12,7 +12,7 @@ from torch import Tensor
 from npu_emulator import rng, runtime, trace
 from npu_emulator.limits import require_dtype
 from npu_emulator.runtime import Mode
-from npu_emulator.views import Operands, allocate, host_view, leaves, transform
+from npu_emulator.views import Operands, allocate, host_view, is_device, leaves, transform
 
 _META = torch.device("meta")
 
@@ -23,7 +23,7 @@ class Operator:
     Args:
         op: The overload.
         waits: Whether the host waits for the result, so that it cannot be captured.
-        host_tensors_allowed: Whether CPU tensors may stand beside device tensors.
+        indexes: Whether it takes indices: they may be on the host, and for a mask the host waits.
         dtypes: What its operands may be, where the device takes less than the CPU.
     """
 
@@ -31,14 +31,14 @@ class Operator:
         self,
         op: torch._ops.OpOverload,
         waits: bool,
-        host_tensors_allowed: bool,
+        indexes: bool,
         dtypes: Collection[torch.dtype] | None,
     ) -> None:
         schema = op._schema
         self.op = op
         self.name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
         self.waits = waits
-        self.host_tensors_allowed = host_tensors_allowed
+        self.indexes = indexes
         self.dtypes = dtypes
         self.outs = [argument.name for argument in schema.arguments if argument.is_out]
         self.takes_generator = any(argument.name == "generator" for argument in schema.arguments)
@@ -46,7 +46,7 @@ class Operator:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The device kernel: what torch calls for tensors on a device."""
-        operands = Operands(self.name, self.host_tensors_allowed)
+        operands = Operands(self.name, host_tensors_allowed=self.indexes)
         outs = [kwargs.pop(name) for name in self.outs]
         generator = kwargs.pop("generator", None) if self.takes_generator else None
         kwargs.pop("pin_memory", None)
@@ -55,27 +55,21 @@ class Operator:
             require_dtype(self.name, "operands", operand, self.dtypes or ())
         device = operands.device or (outs[0].device if outs else torch.device("npu", runtime.npu().current_device()))
         index = device.index or 0
-        if self.waits:
+        if self.waits or (self.indexes and _waits_for_mask(args)):
             runtime.host_sync(index)
         mode, stream = runtime.mode(index)
         trace.count_op(self.name, mode is Mode.CAPTURE)
 
+        out_dtypes = [out.dtype for out in outs]
+
         def compute() -> Any:
-            return self._compute(host_args, host_kwargs, outs, device, generator)
+            return self._compute(host_args, host_kwargs, out_dtypes, device, generator)
 
         if mode is Mode.RUN:
             return self._place(compute(), operands, outs, device)
         shapes = self._shapes(host_args, host_kwargs, outs, operands)
         result = self._reserve(shapes, operands, outs, device)
-        targets = [host_view(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves(result)]
-
-        def kernel() -> None:
-            operands.check_memory()
-            for leaf, target in zip(leaves(compute()), targets, strict=True):
-                if isinstance(leaf, Tensor) and target is not None and not operands.owns(leaf):
-                    target.copy_(leaf)
-
-        runtime.launch(stream, self.name, kernel)
+        runtime.launch(stream, self.name, operands.kernel(compute, result))
         return result
 
     def _host_arguments(self, operands: Operands, args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
@@ -85,12 +79,12 @@ class Operator:
         self,
         args: list[Any],
         kwargs: dict[str, Any],
-        outs: list[Tensor],
+        out_dtypes: list[torch.dtype],
         device: torch.device,
         generator: torch.Generator | None,
     ) -> Any:
         """The CPU kernel's result; `out` arguments get tensors of their own, so that they may alias an input."""
-        named = {name: torch.empty(0, dtype=out.dtype) for name, out in zip(self.outs, outs, strict=True)}
+        named = {name: torch.empty(0, dtype=dtype) for name, dtype in zip(self.outs, out_dtypes, strict=True)}
         if self.takes_generator:
             return self.op(*args, **kwargs, **named, generator=rng.host_generator(device, generator))
         if self.seeded:
@@ -148,6 +142,14 @@ class Operator:
         return _like(result, transform(result, lambda value: replaced.get(id(value), value)))
 
 
+def _waits_for_mask(args: Any) -> bool:
+    """Whether torch_npu turns a mask into indices on the host; it fills a mask with one host value without that."""
+    _, indices, *value = args
+    masks = [i for i in indices if isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8)]
+    filled = value and value[0].numel() == 1 and not is_device(value[0])
+    return bool(masks) and not filled
+
+
 def _reserve_one(value: Any, operands: Operands, device: torch.device) -> Any:
     if not isinstance(value, Tensor):
         return value
@@ -159,11 +161,11 @@ def _like(result: Any, values: Any) -> Any:
     return tuple(values) if isinstance(result, tuple) else values
 
 
-def run_later(name: str, device: int, kernel: Callable[[], None]) -> bool:
-    """Hand `kernel` to the current stream if it cannot run at once; False means that the caller has to run it."""
+def launch_or_run(name: str, device: int, kernel: Callable[[], None]) -> None:
+    """Count a call of an operator, and run its kernel at once or hand it to the current stream."""
     mode, stream = runtime.mode(device)
     trace.count_op(name, mode is Mode.CAPTURE)
     if mode is Mode.RUN:
-        return False
-    runtime.launch(stream, name, kernel)
-    return True
+        kernel()
+    else:
+        runtime.launch(stream, name, kernel)

@@ -37,8 +37,8 @@ def _stub(name: str) -> str:
 
 
 def _compile(target: Path, sources: list[Path], *flags: str | Path) -> None:
-    soname = f"-Wl,-soname,{target.name}"
-    tool("gcc", "-O1", "-w", "-fPIC", "-shared", "-pthread", soname, "-o", target, *sources, *flags)
+    common = ("-O1", "-w", "-Werror=implicit-function-declaration", "-fPIC", "-shared", "-pthread")
+    tool("gcc", *common, f"-Wl,-soname,{target.name}", "-o", target, *sources, *flags)
 
 
 def _write_libraries(folder: Path) -> None:

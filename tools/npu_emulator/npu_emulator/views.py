@@ -100,13 +100,24 @@ class Operands:
                 return torch.as_strided(tensor, result.shape, result.stride(), result.storage_offset())
         return None
 
-    def check_memory(self) -> None:
-        """Check that what a graph's node works on still is device memory.
+    def kernel(self, compute: Callable[[], Any], outputs: Any) -> Callable[[], None]:
+        """What runs `compute` and writes its results to the device tensors `outputs`, now or later.
 
-        Raises:
-            RuntimeError: The graph outlived a tensor it uses.
+        It has pointers only: as on a device, memory that is given back is not kept for it.
         """
-        for view in self.views:
+        targets = [host_view(value) if isinstance(value, Tensor) else None for value in leaves(outputs)]
+        self.tensors.clear()
+
+        def run() -> None:
+            self._check_memory(targets)
+            for target, value in zip(targets, leaves(compute()), strict=True):
+                if target is not None and value is not None and not self.owns(value):
+                    target.copy_(value)
+
+        return run
+
+    def _check_memory(self, targets: list[Tensor | None]) -> None:
+        for view in (*self.views, *(target for target in targets if target is not None)):
             memory = view.untyped_storage()
             if memory.nbytes() and not runtime.is_device_memory(memory.data_ptr(), memory.nbytes()):
                 raise RuntimeError(f"{self.name}: a replay uses device memory that was given back; keep the tensor")

@@ -35,12 +35,6 @@ aclError aclrtSetDevice(int32_t device);
 
 aclError aclrtSetCurrentContext(void *context) { return aclrtSetDevice((int32_t)((long *)context - contexts)); }
 
-aclError aclrtGetPrimaryCtxState(int32_t device, uint32_t *flags, int32_t *active) {
-  if (flags) *flags = 0;
-  *active = 1;
-  return OK;
-}
-
 aclError aclrtGetRunMode(int *mode) {
   *mode = 1;  // the program runs on the host
   return OK;

@@ -13,6 +13,7 @@ typedef int aclError;
 enum {
   OK = 0,
   BAD_ARGUMENT = 107000,
+  NO_CONTEXT = 107002,
   CAPTURE_ERROR = 107030,  // a call that a stream being captured does not allow
   OUT_OF_MEMORY = 207001,
   NOT_EMULATED = 200001,
@@ -103,6 +104,7 @@ extern pthread_mutex_t emulator_lock;
 extern pthread_cond_t emulator_changed;
 extern int (*run_kernel)(uint64_t);
 extern void (*release_kernel)(uint64_t);
+const char *aclGetRecentErrMsg(void);
 aclError fail(aclError code, const char *format, ...) __attribute__((format(printf, 2, 3)));
 int64_t setting(const char *name, int64_t fallback);
 int current_device(void);

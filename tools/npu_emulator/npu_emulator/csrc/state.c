@@ -16,7 +16,8 @@ int (*run_kernel)(uint64_t);
 void (*release_kernel)(uint64_t);
 
 static __thread char message[1024];
-static __thread int device;
+static __thread int device = -1;  // a thread has none until it sets one
+static int in_use[16];
 
 aclError fail(aclError code, const char *format, ...) {
   va_list arguments;
@@ -79,7 +80,7 @@ static int num_devices(void) {
   return visible;
 }
 
-int current_device(void) { return device; }
+int current_device(void) { return device < 0 ? 0 : device; }
 
 aclError aclrtGetDeviceCount(uint32_t *count) {
   *count = num_devices();
@@ -88,7 +89,7 @@ aclError aclrtGetDeviceCount(uint32_t *count) {
 
 aclError aclrtGetDevice(int32_t *id) {
   *id = device;
-  return OK;
+  return device < 0 ? NO_CONTEXT : OK;
 }
 
 aclError aclrtSetDevice(int32_t id) {
@@ -96,5 +97,12 @@ aclError aclrtSetDevice(int32_t id) {
   if (id < 0 || id >= count)
     return fail(BAD_ARGUMENT, "device %d does not exist: there are %d (NPU_EMULATOR_DEVICES)", id, count);
   device = id;
+  in_use[id] = 1;
+  return OK;
+}
+
+aclError aclrtGetPrimaryCtxState(int32_t id, uint32_t *flags, int32_t *active) {
+  if (flags) *flags = 0;
+  *active = id >= 0 && id < num_devices() && in_use[id];
   return OK;
 }

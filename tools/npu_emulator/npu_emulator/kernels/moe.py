@@ -127,7 +127,9 @@ def check_init_routing(
     """Source: op-plugin docs, npu_moe_init_routing_v2; dropless and unquantized, over all experts."""
     name = "npu_moe_init_routing_v2"
     require_absent(name, scale=scale, offset=offset, drop_pad_mode=drop_pad_mode)
-    if quant_mode != -1 or list(active_expert_range or [0, expert_num]) != [0, expert_num]:
+    limit = "active_expert_range must be given: torch_npu keeps its default, [0, expert_num], from the first call"
+    require(bool(active_expert_range), name, limit, active_expert_range)
+    if quant_mode != -1 or list(active_expert_range or ()) != [0, expert_num]:
         raise NotImplementedError(f"npu::{name}: only quant_mode -1 and the range of all experts are emulated")
     if active_num not in (-1, 0, expert_idx.numel()) or expert_tokens_num_type not in (0, 1):
         raise NotImplementedError(f"npu::{name}: active_num and expert_tokens_num_type 2 are not emulated")

@@ -7,12 +7,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
 
 from npu_emulator import runtime
-from npu_emulator.launch import run_later
+from npu_emulator.launch import launch_or_run
 from npu_emulator.registration import own_kernel, register
-from npu_emulator.views import Operands, host_view, leaves, transform
+from npu_emulator.views import Operands, transform
 
 Compute = Callable[..., Any]
 _ComputeT = TypeVar("_ComputeT", bound=Compute)
@@ -67,18 +66,10 @@ class NpuOperator:
         host_args = transform(args, operands.add)
         host_kwargs = {key: transform(value, operands.add) for key, value in kwargs.items()}
         outputs = self._outputs(keys, args, kwargs)
-        targets = [host_view(value) if isinstance(value, Tensor) else None for value in leaves(outputs)]
-
-        def run() -> None:
-            operands.check_memory()
-            values = leaves(self.entry.compute(*host_args, **host_kwargs))
-            for target, value in zip(targets, values, strict=True):
-                if target is not None and value is not None and not operands.owns(value):
-                    target.copy_(value)
-
         assert operands.device is not None, f"{self.name} was called without a device tensor"
-        if not run_later(self.name, operands.device.index, run):
-            run()
+        device = operands.device.index
+        run = operands.kernel(lambda: self.entry.compute(*host_args, **host_kwargs), outputs)
+        launch_or_run(self.name, device, run)
         return outputs
 
     def _outputs(self, keys: torch._C.DispatchKeySet, args: Any, kwargs: Any) -> Any:
