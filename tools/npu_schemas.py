@@ -30,7 +30,7 @@ from adaflash_ascend.required_ops import REQUIRED_OPS
 RECORD = Path(__file__).resolve().parents[1] / "tests" / "unit" / "ascend" / "data" / "npu_schemas.json"
 LIBRARY_IN_WHEEL = "torch_npu/lib/libtorch_npu.so"
 
-_SCHEMA_TEXT = re.compile(rb"([a-z]\w*(?:\.\w+)?)\([ -~]*\) -> [ -~]+")
+_SCHEMA_TEXT = re.compile(rb"([a-z_]\w*(?:\.\w+)?)\([ -~]*\) -> [ -~]+")
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -91,6 +91,43 @@ def sparsity(causal: bool, window: int | None, max_query_len: int) -> Sparsity:
     return Sparsity(BAND, window - 1, 0 if causal else max_query_len - 1)
 
 
+def attention_arguments(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, scale: float, mask: Tensor, keys: Sparsity
+) -> dict[str, Any]:
+    """Return the operator's arguments but for lengths; the same for all steps with these tensors.
+
+    Args:
+        q: [T, Hq, D] with T rows in sequences, contiguous.
+        k_cache: [num_blocks, block_size, Hkv, D], contiguous.
+        v_cache: Same shape.
+        tables: [sequences, max_blocks] int32.
+        scale: Multiplies q . k.
+        mask: `compressed_mask`.
+        keys: Which keys are seen.
+    """
+    block_size, num_kv_heads = k_cache.shape[1:3]
+    return {
+        "query": q,
+        "key": k_cache.flatten(2),
+        "value": v_cache.flatten(2),
+        "atten_mask": None if keys.mode == NO_MASK else mask,
+        "block_table": tables,
+        "num_heads": q.shape[1],
+        "num_key_value_heads": num_kv_heads,
+        "scale": scale,
+        "pre_tokens": keys.pre_tokens,
+        "next_tokens": keys.next_tokens,
+        "input_layout": "TND",
+        "sparse_mode": keys.mode,
+        "block_size": block_size,
+    }
+
+
+def length_arguments(meta: AscendAttentionMetadata) -> dict[str, list[int]]:
+    """Return the operator's arguments that change with every step."""
+    return {"actual_seq_lengths": meta.query_ends, "actual_seq_lengths_kv": meta.key_lens}
+
+
 def attend(
     q: Tensor,
     k_cache: Tensor,
@@ -100,37 +137,9 @@ def attend(
     mask: Tensor,
     keys: Sparsity,
 ) -> Tensor:
-    """Attend the rows of all sequences.
-
-    Args:
-        q: [T, Hq, D] with T rows in sequences, contiguous.
-        k_cache: [num_blocks, block_size, Hkv, D], contiguous.
-        v_cache: Same shape.
-        meta: Lengths.
-        scale: Multiplies q . k.
-        mask: `compressed_mask`.
-        keys: Which keys are seen.
-
-    Returns:
-        [T, Hq, D].
-    """
+    """Attend the rows of all sequences, [T, Hq, D] -> [T, Hq, D]; arguments as of `attention_arguments`."""
     check_query_ends(meta.query_ends, q.shape[0])
-    block_size, num_kv_heads = k_cache.shape[1:3]
     attended: Tensor = torch.ops.npu.npu_fused_infer_attention_score(
-        query=q,
-        key=k_cache.flatten(2),
-        value=v_cache.flatten(2),
-        atten_mask=None if keys.mode == NO_MASK else mask,
-        actual_seq_lengths=meta.query_ends,
-        actual_seq_lengths_kv=meta.key_lens,
-        block_table=meta.tables,
-        num_heads=q.shape[1],
-        num_key_value_heads=num_kv_heads,
-        scale=scale,
-        pre_tokens=keys.pre_tokens,
-        next_tokens=keys.next_tokens,
-        input_layout="TND",
-        sparse_mode=keys.mode,
-        block_size=block_size,
+        **attention_arguments(q, k_cache, v_cache, meta.tables, scale, mask, keys), **length_arguments(meta)
     )[0]
     return attended

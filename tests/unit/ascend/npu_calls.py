@@ -31,6 +31,11 @@ ALLOWED_VALUES: dict[str, tuple[object, ...]] = {
     "sparse_mode": (0, 1, 2, 3, 4),
 }
 
+# Functions that return keyword arguments of an operator, and of its variants, as a dict display.
+ATTENTION = "npu_fused_infer_attention_score"
+ARGUMENT_MAKERS = {"attention_arguments": ATTENTION, "length_arguments": ATTENTION}
+VARIANTS = {f"{ATTENTION}.out": ATTENTION, f"_{ATTENTION}_get_max_workspace": ATTENTION}
+
 _LITERALS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}
 
 
@@ -68,15 +73,34 @@ def _path(node: ast.AST) -> str | None:
     return None
 
 
-def find_problems(source: str, required_ops: Collection[str], schemas: Mapping[str, str]) -> list[str]:
+def find_made_arguments(source: str) -> dict[str, dict[str, ast.expr]]:
+    """Return, for each operator with `ARGUMENT_MAKERS` in the source, the keywords they return."""
+    made: dict[str, dict[str, ast.expr]] = {}
+    for function in ast.walk(ast.parse(source)):
+        if isinstance(function, ast.FunctionDef) and function.name in ARGUMENT_MAKERS:
+            display = function.body[-1].value if isinstance(function.body[-1], ast.Return) else None
+            assert isinstance(display, ast.Dict), f"{function.name} must end with the return of a dict display"
+            for key, value in zip(display.keys, display.values, strict=True):
+                assert isinstance(key, ast.Constant), f"{function.name} must name its keys"
+                made.setdefault(ARGUMENT_MAKERS[function.name], {})[str(key.value)] = value
+    return made
+
+
+def find_problems(
+    source: str,
+    required_ops: Collection[str],
+    schemas: Mapping[str, str],
+    made: Mapping[str, Mapping[str, ast.expr]] | None = None,
+) -> list[str]:
     """Return what is wrong with the uses of operators in `source`, each with its line.
 
     Args:
         source: Python source text.
         required_ops: Names that may be used.
         schemas: Schema of each operator, as `name(Tensor x, *, int y=0) -> Tensor`.
+        made: Keywords of operators that may be called with unpacked ones, which are taken to be these.
     """
-    problems = []
+    problems, made = [], made or {}
     for line, op, call in find_uses(source):
         if op not in required_ops:
             problems.append(f"line {line}: {op or OPS_NAMESPACE} is not in REQUIRED_OPS")
@@ -85,15 +109,21 @@ def find_problems(source: str, required_ops: Collection[str], schemas: Mapping[s
         elif call is None:
             problems.append(f"line {line}: {op} is not called where it is named")
         else:
-            problems += [f"line {line}: {op}: {text}" for text in _call_problems(call, schemas[op])]
+            unpacked = made.get(VARIANTS.get(op, op), {})
+            problems += [f"line {line}: {op}: {text}" for text in _call_problems(call, schemas[op], unpacked)]
     return problems
 
 
-def _call_problems(call: ast.Call, schema: str) -> Iterator[str]:
+def _call_problems(call: ast.Call, schema: str, unpacked: Mapping[str, ast.expr]) -> Iterator[str]:
     arguments = {argument.name: argument for argument in torch._C.parse_schema(schema).arguments}
     given = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
-    if call.args or len(given) < len(call.keywords):
-        yield "positional arguments" if call.args else "unpacked keywords"
+    if len(given) < len(call.keywords):
+        if not unpacked:
+            yield "unpacked keywords"
+            return
+        given |= unpacked
+    if call.args:
+        yield "positional arguments"
         return
     for name, value in given.items():
         if name not in arguments:

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from adaflash_ascend.required_ops import REQUIRED_OPS
-from tests.unit.ascend.npu_calls import find_problems, find_uses
+from tests.unit.ascend.npu_calls import find_made_arguments, find_problems, find_uses
 
 ROOT = Path(__file__).resolve().parents[3]
 BACKEND = ROOT / "backends" / "ascend" / "adaflash_ascend"
 DATA = json.loads((Path(__file__).parent / "data" / "npu_schemas.json").read_text())
 SCHEMAS = {version: entry["schemas"] for version, entry in DATA.items()}
+MADE = find_made_arguments((BACKEND / "attention.py").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(params=sorted(SCHEMAS))
@@ -37,7 +38,7 @@ def test_every_schema_is_of_the_operator_it_is_filed_under(schemas: dict[str, st
 
 @pytest.mark.parametrize("path", sorted(BACKEND.rglob("*.py")), ids=lambda path: path.name)
 def test_calls_fit_the_schemas(path: Path, schemas: dict[str, str]) -> None:
-    assert find_problems(path.read_text(encoding="utf-8"), REQUIRED_OPS, schemas) == []
+    assert find_problems(path.read_text(encoding="utf-8"), REQUIRED_OPS, schemas, MADE) == []
 
 
 def test_every_required_operator_is_called() -> None:
@@ -46,8 +47,7 @@ def test_every_required_operator_is_called() -> None:
 
 
 def test_results_are_taken_in_the_order_of_the_schemas(schemas: dict[str, str]) -> None:
-    num_results = {name: len(torch._C.parse_schema(schemas[name]).returns) for name in REQUIRED_OPS}
-    assert num_results == {
+    expected = {
         "npu_add_rms_norm": 3,  # y, rstd, x1 + x2
         "npu_fused_infer_attention_score": 2,  # out, log-sum-exp
         "npu_rms_norm": 2,  # y, rstd
@@ -56,6 +56,7 @@ def test_results_are_taken_in_the_order_of_the_schemas(schemas: dict[str, str]) 
         "npu_swiglu": 1,
         "npu_top_k_top_p": 1,
     }
+    assert {name: len(torch._C.parse_schema(schemas[name]).returns) for name in expected} == expected
 
 
 # ---- the checker finds what is planted -----------------------------------------------------------------------------
@@ -65,6 +66,10 @@ ATTEND = (
     "torch.ops.npu.npu_fused_infer_attention_score(query=q, key=k, value=v, actual_seq_lengths=[3], "
     "input_layout='TND', sparse_mode=3, atten_mask=None)"
 )
+
+
+MAKER = "def attention_arguments():\n    return {'query': q, 'key': k, 'value': v, 'input_layout': 'TND'}\n"
+ATTEND_MADE = "torch.ops.npu.npu_fused_infer_attention_score(**made, sparse_mode=3)"
 
 
 def problems_of(source: str, schemas: dict[str, str]) -> list[str]:
@@ -101,6 +106,30 @@ def test_a_wrong_call_is_found(source: str, expected: str, schemas: dict[str, st
     (problem,) = problems_of("\n" + source, schemas)
     assert problem.startswith("line 2: ")
     assert expected in problem
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("'key'", "'keys'", ["unknown keyword keys", "missing key"]),
+        ("'value': v, ", "", ["missing value"]),
+        ("'TND'", "'NTD'", ["input_layout='NTD', must be one of"]),
+    ],
+)
+def test_unpacked_keywords_are_those_of_the_functions_that_make_them(
+    old: str, new: str, expected: list[str], schemas: dict[str, str]
+) -> None:
+    assert find_problems(ATTEND_MADE, REQUIRED_OPS, schemas, find_made_arguments(MAKER)) == []
+    made = find_made_arguments(MAKER.replace(old, new))
+    problems = find_problems(ATTEND_MADE, REQUIRED_OPS, schemas, made)
+    assert [text in problem for text, problem in zip(expected, problems, strict=True)] == [True] * len(expected)
+
+
+def test_keywords_that_a_function_does_not_name_are_refused() -> None:
+    with pytest.raises(AssertionError, match="must end with the return of a dict display"):
+        find_made_arguments("def attention_arguments():\n    return dict(query=q)\n")
+    with pytest.raises(AssertionError, match="must name its keys"):
+        find_made_arguments("def attention_arguments():\n    return {name: q}\n")
 
 
 def test_an_argument_that_a_version_lacks_is_found(schemas: dict[str, str]) -> None:
