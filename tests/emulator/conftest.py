@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -13,6 +15,12 @@ _FOLDER = Path(__file__).parent
 _COMMAND = "python -m npu_emulator run -- python -m pytest tests/emulator"
 
 EMULATED = find_spec("npu_emulator") is not None and os.environ.get("NPU_EMULATOR", "") not in ("", "0")
+
+
+@pytest.fixture
+def trace() -> ModuleType:
+    """The module npu_emulator.trace, which can be imported in an emulated process only."""
+    return import_module("npu_emulator.trace")
 
 
 def pytest_configure(config: pytest.Config) -> None:

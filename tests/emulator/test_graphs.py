@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from npu_emulator import trace
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -103,14 +102,42 @@ def test_views_slices_and_index_writes_are_captured():
         lambda x: x.copy_(torch.ones(3)),
         lambda x: x.copy_(torch.ones(3), non_blocking=True),
         lambda x: torch.tensor([1.0, 2.0], device="npu"),
+        lambda x: x[torch.tensor([0, 2])],
     ],
-    ids=["cpu", "item", "nonzero", "mask", "device", "stream", "pageable", "pageable_async", "new"],
+    ids=["cpu", "item", "nonzero", "mask", "device", "stream", "pageable", "pageable_async", "new", "host_index"],
 )
 def test_host_cannot_wait_for_a_captured_stream(wait):
     x = torch.ones(3, device="npu")
     with pytest.raises(RuntimeError, match="107030"):
         capture(wait, x)
     assert (x + 1).tolist() == [2, 2, 2], "the stream is usable after a failed capture"
+
+
+def test_operators_that_need_no_wait_are_captured():
+    x = torch.tensor([3.0, -1.0, 2.0], device="npu")
+    rows = torch.tensor([2, 0], device="npu")
+    graph, results = capture(
+        lambda: (
+            x[rows],
+            x.masked_fill(x < 0, 0.0),
+            x.repeat_interleave(2),
+            torch.where(x > 0, x, -x),
+            x.sort(descending=True)[0],
+            x.topk(2)[1],
+            torch.zeros(3, device="npu").index_put((rows,), x[:2]),
+        )
+    )
+    x.copy_(torch.tensor([1.0, -4.0, 5.0]))
+    graph.replay()
+    assert [result.tolist() for result in results] == [
+        [5, 1],
+        [1, 0, 5],
+        [1, 1, -4, -4, 5, 5],
+        [1, 4, 5],
+        [5, 1, -4],
+        [2, 0],
+        [-4, 0, 1],
+    ]
 
 
 def test_pinned_copy_is_captured_and_reads_the_host_at_replay():
@@ -197,7 +224,7 @@ def test_graph_is_replayed_on_another_stream_and_thread():
     assert y.tolist() == [11, 11, 11, 11]
 
 
-def test_captured_operators_are_no_launches_and_replays_are_counted():
+def test_captured_operators_are_no_launches_and_replays_are_counted(trace):
     x = torch.ones(4, device="npu")
     with trace.record() as captured:
         graph, _ = capture(lambda: (x * 2).relu())

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -60,6 +61,30 @@ def test_error_of_a_queued_operator_shows_at_the_next_wait():
         with pytest.raises(RuntimeError, match="index out of range"):
             held.synchronize()
     held.synchronize()
+
+
+def test_pageable_copy_waits_for_its_stream(monkeypatch):
+    monkeypatch.setenv("NPU_EMULATOR_TIMEOUT_MS", "50")
+    held = torch.npu.Stream()
+    gate = torch.npu.ExternalEvent()
+    gate.wait(held)
+    with torch.npu.stream(held), pytest.raises(RuntimeError, match="507046"):
+        torch.ones(3).to("npu", non_blocking=True)
+    held.synchronize()
+
+
+def test_two_threads_can_wait_for_one_another():
+    held = torch.npu.Stream()
+    gate = torch.npu.ExternalEvent()
+    x = torch.ones(3, device="npu")
+    gate.wait(held)
+    with torch.npu.stream(held):
+        y = x * 2
+    opener = threading.Timer(0.1, lambda: gate.record(torch.npu.default_stream()))
+    opener.start()
+    held.synchronize()
+    opener.join()
+    assert y.tolist() == [2, 2, 2]
 
 
 def test_memory_is_counted_and_runs_out():

@@ -8,10 +8,9 @@ import subprocess
 import sys
 
 import torch
-from npu_emulator import trace
 
 
-def test_operators_copies_and_waits_are_counted():
+def test_operators_copies_and_waits_are_counted(trace):
     host = torch.ones(8)
     with trace.record() as recorded:
         x = host.to("npu")
@@ -27,7 +26,7 @@ def test_operators_copies_and_waits_are_counted():
     assert recorded.replays == 0
 
 
-def test_events_come_in_order():
+def test_events_come_in_order(trace):
     x = torch.ones(4, device="npu")
     with trace.record() as recorded:
         (x + 1).cpu()
@@ -39,7 +38,7 @@ def test_events_come_in_order():
     assert copied.bytes == 16
 
 
-def test_recordings_nest_and_do_not_see_the_past():
+def test_recordings_nest_and_do_not_see_the_past(trace):
     x = torch.ones(4, device="npu")
     with trace.record() as outer:
         x.relu()
@@ -54,7 +53,7 @@ def test_recordings_nest_and_do_not_see_the_past():
     assert not empty.ops
 
 
-def test_totals_are_written_at_exit(tmp_path):
+def test_totals_are_written_at_exit(trace, tmp_path):
     program = "import torch; x = torch.ones(4, device='npu'); x.relu().tolist()"
     file = tmp_path / "trace.json"
     command = [sys.executable, "-m", "npu_emulator", "run", "--trace", str(file), "--", sys.executable, "-c", program]

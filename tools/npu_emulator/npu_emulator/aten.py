@@ -11,60 +11,24 @@ from npu_emulator.limits import FLOATS
 from npu_emulator.registration import DEVICE_KEY, register
 
 # Operators that allocate, alias or ask: torch_npu's own code needs no kernel for them.
-_OWN_CODE = frozenset(
-    [
-        "empty",
-        "empty_strided",
-        "empty_like",
-        "new_empty",
-        "new_empty_strided",
-        "set_",
-        "resize_",
-        "resize_as_",
-        "record_stream",
-        "_pin_memory",
-        "pin_memory",
-        "is_pinned",
-        "_local_scalar_dense",
-        "is_set_to",
-        "_has_same_storage_numel",
-        "view",
-        "as_strided",
-        "_reshape_alias",
-        "unfold",
-        "clone",
-        "contiguous",
-        "storage_offset",
-        "_resize_output_",
-        "_copy_from",
-        "_copy_from_and_resize",
-    ]
-)
+_OWN_CODE = {
+    *("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "set_", "resize_", "resize_as_"),
+    *("_resize_output_", "record_stream", "_pin_memory", "pin_memory", "is_pinned", "_local_scalar_dense", "is_set_to"),
+    *("_has_same_storage_numel", "view", "as_strided", "_reshape_alias", "unfold", "clone", "contiguous"),
+    *("storage_offset", "_copy_from", "_copy_from_and_resize"),
+}
 
 # Operators whose result, or the size of it, the host waits for.
-_WAITS = frozenset(
-    [
-        "nonzero",
-        "nonzero_static",
-        "masked_select",
-        "_unique",
-        "_unique2",
-        "unique_dim",
-        "unique_consecutive",
-        "unique_dim_consecutive",
-        "equal",
-        "bincount",
-        "histc",
-        "is_nonzero",
-        "repeat_interleave",
-    ]
-)
+_WAITS = {
+    *("nonzero", "masked_select", "equal", "bincount", "repeat_interleave.Tensor", "repeat_interleave.self_Tensor"),
+    *("_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"),
+}
 
 # Operators that take indices.
-_INDEX = frozenset(["index", "index_put_", "index_put", "_index_put_impl_", "_unsafe_index"])
+_INDEX = {"index", "index_put_", "index_put", "_index_put_impl_", "_unsafe_index"}
 
 # The cube unit multiplies these dtypes. Source: aclnnMatmul, as op-plugin calls it.
-_MATRIX_PRODUCTS = frozenset(("mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "addmv", "mv", "dot", "addbmm"))
+_MATRIX_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "addmv", "mv", "dot", "addbmm"}
 
 
 def _overload(name: str) -> torch._ops.OpOverload:
@@ -96,7 +60,8 @@ def install() -> None:
     copies.install()
     composites.install()
     for name in names():
-        base = name.removeprefix("aten::").split(".")[0]
+        full = name.removeprefix("aten::")
+        base = full.split(".")[0]
         dtypes = FLOATS if base.rstrip("_") in _MATRIX_PRODUCTS else None
-        kernel = Operator(_overload(name), base in _WAITS, base in _INDEX, dtypes)
+        kernel = Operator(_overload(name), bool({base, full} & _WAITS), base in _INDEX, dtypes)
         register(name, kernel)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 from importlib import import_module
 from pathlib import Path
 
@@ -27,5 +28,6 @@ def autoload() -> None:
     kernels.install()
     runtime.connect()
     atexit.register(runtime.disconnect)
-    if configured.trace and runtime.is_main_process():
-        atexit.register(trace.write, Path(configured.trace))
+    if configured.trace:
+        name = configured.trace if runtime.is_main_process() else f"{configured.trace}.{os.getpid()}"
+        atexit.register(trace.write, Path(name))

@@ -23,7 +23,7 @@ class Operator:
     Args:
         op: The overload.
         waits: Whether the host waits for the result, so that it cannot be captured.
-        indexes: Whether it takes indices: they may be on the host, and for a mask the host waits.
+        indexes: Whether it takes indices: those on the host are copied, and for a mask the host waits.
         dtypes: What its operands may be, where the device takes less than the CPU.
     """
 
@@ -46,7 +46,9 @@ class Operator:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The device kernel: what torch calls for tensors on a device."""
-        operands = Operands(self.name, host_tensors_allowed=self.indexes)
+        operands = Operands(self.name)
+        if self.indexes:
+            args = _with_device_indices(*args)
         outs = [kwargs.pop(name) for name in self.outs]
         generator = kwargs.pop("generator", None) if self.takes_generator else None
         kwargs.pop("pin_memory", None)
@@ -55,7 +57,7 @@ class Operator:
             require_dtype(self.name, "operands", operand, self.dtypes or ())
         device = operands.device or (outs[0].device if outs else torch.device("npu", runtime.npu().current_device()))
         index = device.index or 0
-        if self.waits or (self.indexes and _waits_for_mask(args)):
+        if (self.waits and kwargs.get("output_size") is None) or (self.indexes and _waits_for_mask(args)):
             runtime.host_sync(index)
         mode, stream = runtime.mode(index)
         trace.count_op(self.name, mode is Mode.CAPTURE)
@@ -124,22 +126,34 @@ class Operator:
         return _like(shapes, transform(shapes, lambda value: _reserve_one(value, operands, device)))
 
     def _shapes(self, args: list[Any], kwargs: dict[str, Any], outs: list[Tensor], operands: Operands) -> Any:
-        """The operator's result on meta tensors; where it is one of the arguments, the argument's CPU view."""
+        """The result on tensors without values; where it is one of the arguments, the argument's CPU view."""
         replaced: dict[int, Tensor] = {}
+        stand_ins: list[Tensor] = []  # keeps their ids
 
-        def to_meta(value: Any) -> Any:
-            if not isinstance(value, Tensor) or not operands.owns(value):
-                return _META if isinstance(value, torch.device) else value
-            meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META)
-            replaced[id(meta)] = value
-            return meta
+        def infer(device: torch.device) -> Any:
+            def stand_in(value: Any) -> Any:
+                if not isinstance(value, Tensor) or not operands.owns(value):
+                    return device if isinstance(value, torch.device) else value
+                other = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device).zero_()
+                replaced[id(other)] = value
+                stand_ins.append(other)
+                return other
 
-        meta_args = transform(args, to_meta)
-        meta_kwargs = {key: transform(value, to_meta) for key, value in kwargs.items()}
-        for name, out in zip(self.outs, outs, strict=True):
-            meta_kwargs[name] = torch.empty(0, dtype=out.dtype, device=_META)
-        result = self.op(*meta_args, **meta_kwargs)
+            named = {key: transform(value, stand_in) for key, value in kwargs.items()}
+            for name, out in zip(self.outs, outs, strict=True):
+                named[name] = torch.empty(0, dtype=out.dtype, device=device)
+            return self.op(*transform(args, stand_in), **named)
+
+        try:
+            result = infer(_META)
+        except NotImplementedError:  # there is no meta kernel; zeros are good for any operator, indices too
+            result = infer(torch.device("cpu"))
         return _like(result, transform(result, lambda value: replaced.get(id(value), value)))
+
+
+def _with_device_indices(tensor: Tensor, indices: Any, *others: Any) -> tuple[Any, ...]:
+    """The arguments with every index on the tensor's device, where torch_npu copies those of the host."""
+    return tensor, [None if index is None else index.to(tensor.device) for index in indices], *others
 
 
 def _waits_for_mask(args: Any) -> bool:

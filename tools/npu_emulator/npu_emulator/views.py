@@ -41,6 +41,10 @@ def leaves(value: Any) -> list[Any]:
     return [value]
 
 
+def _target(output: Any) -> Tensor | None:
+    return host_view(output) if isinstance(output, Tensor) and is_device(output) else None
+
+
 class Operands:
     """The arguments of one call: CPU views of its device tensors, and the way back from them.
 
@@ -62,7 +66,8 @@ class Operands:
         if isinstance(value, Tensor):
             return self._add_tensor(value)
         if isinstance(value, torch.device) and value.type == "npu":
-            self.device = self.device or torch.device("npu", value.index or 0)
+            index = runtime.npu().current_device() if value.index is None else value.index
+            self.device = self.device or torch.device("npu", index)
             return _CPU
         return value
 
@@ -105,7 +110,7 @@ class Operands:
 
         It has pointers only: as on a device, memory that is given back is not kept for it.
         """
-        targets = [host_view(value) if isinstance(value, Tensor) else None for value in leaves(outputs)]
+        targets = [_target(value) for value in leaves(outputs)]
         self.tensors.clear()
 
         def run() -> None:

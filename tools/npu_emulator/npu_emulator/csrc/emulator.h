@@ -115,7 +115,7 @@ void restore_gil(void *state);
 // streams.c: all with emulator_lock held
 extern struct stream *all_streams;
 aclError submit(struct stream *stream, struct work work);
-void drain_all(void);
+aclError wait_for(struct stream *stream);
 struct stream *stream_or_default(void *handle);
 aclError report(struct stream *stream);
 void count_special(int change);

@@ -141,13 +141,16 @@ aclError aclrtMemcpyAsync(void *target, size_t room, const void *source, size_t 
   struct work work = {.kind = WORK_COPY, .target = target, .source = source, .bytes = bytes, .copy_kind = kind};
   pthread_mutex_lock(&emulator_lock);
   struct stream *stream = stream_or_default(handle);
-  aclError result;
-  if (stream->capture && host && !is_pinned(host, bytes)) {
-    invalidate(stream->capture, "a copy from or to pageable host memory");
-    result = fail(CAPTURE_ERROR, "a copy between pageable host memory and the device cannot be captured; pin it");
-  } else {
-    result = submit(stream, work);
+  aclError result = OK;
+  if (host && !is_pinned(host, bytes)) {
+    if (stream->capture) {
+      invalidate(stream->capture, "a copy from or to pageable host memory");
+      result = fail(CAPTURE_ERROR, "a copy between pageable host memory and the device cannot be captured; pin it");
+    } else {
+      result = wait_for(stream);  // the host may free this memory as soon as the call returns
+    }
   }
+  if (result == OK) result = submit(stream, work);
   pthread_mutex_unlock(&emulator_lock);
   return result;
 }

@@ -146,7 +146,7 @@ static int drain(struct stream *stream) {
   return progress;
 }
 
-void drain_all(void) {
+static void drain_all(void) {
   int progress = 1;
   while (progress) {
     progress = 0;
@@ -196,7 +196,7 @@ static const char *what_blocks(const struct stream *stream) {
 }
 
 // Waits until `stream` (or, if NULL, every stream) has nothing left to do.
-static aclError wait_for(struct stream *stream) {
+aclError wait_for(struct stream *stream) {
   struct timespec deadline;
   clock_gettime(CLOCK_REALTIME, &deadline);
   int64_t limit_ms = setting("NPU_EMULATOR_TIMEOUT_MS", 10000);
