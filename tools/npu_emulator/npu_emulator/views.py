@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,9 +23,16 @@ def is_device(tensor: Tensor) -> bool:
 def host_view(tensor: Tensor) -> Tensor:
     """A CPU tensor over the same memory; it does not keep the memory alive, as a kernel's pointer does not."""
     storage = tensor.untyped_storage()
-    memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), _CPU, storage.nbytes())
-    view = torch.empty(0, dtype=tensor.dtype)
-    return view.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
+    memory = _memory(storage.data_ptr(), storage.nbytes(), tensor.dtype)
+    return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+@functools.lru_cache(maxsize=4096)
+def _memory(address: int, num_bytes: int, dtype: torch.dtype) -> Tensor:
+    """Device memory as a CPU tensor of one axis; it owns nothing, so one that is out of date does no harm."""
+    with torch.inference_mode(False):
+        storage = torch._C._construct_storage_from_data_pointer(address, _CPU, num_bytes)
+        return torch.empty(0, dtype=dtype).set_(storage, 0, (num_bytes // dtype.itemsize,), (1,))
 
 
 def transform(value: Any, change: Callable[[Any], Any]) -> Any:
