@@ -18,7 +18,7 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install demo bench fmt lint type proto proto-check test test-full test-device golden
+.PHONY: help install demo bench fmt lint type proto proto-check test test-full test-device golden npu-emulator test-npu
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name text; do printf '%-12s %s\n' "$$name" "$$text"; done
@@ -66,6 +66,27 @@ proto-check: install
 
 test: lint type proto-check ## every check, then every test but the minutes-long matrices
 	$(PYTEST) -n $(WORKERS) -m "not full"
+
+# An environment of its own: with torch_npu installed, `import torch` fails outside of `npu_emulator run`.
+NPU_VENV ?= .venv-npu
+NPU_STAMP := $(NPU_VENV)/.installed
+NPU_RUN = OMP_NUM_THREADS=1 $(NPU_VENV)/bin/python -m npu_emulator run
+
+npu-emulator: $(NPU_STAMP) ## build .venv-npu: the real torch_npu on an emulated NPU, no CANN needed
+
+$(NPU_STAMP): pyproject.toml constraints.txt tools/npu_emulator/pyproject.toml
+	@command -v gcc nm readelf strings >/dev/null || { echo "the emulator is built with gcc and binutils: apt-get install gcc binutils" >&2; exit 2; }
+	@test -x $(NPU_VENV)/bin/pip || $(PYTHON) -m venv $(NPU_VENV)
+	@$(NPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(EXTRA_INDEX) torch
+	@$(NPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev,gguf]"
+	@$(NPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps torch_npu==2.13.0 --editable tools/npu_emulator
+	@$(NPU_VENV)/bin/python -m npu_emulator build
+	@touch $@
+
+test-npu: npu-emulator ## the tests of the Ascend backend and of the emulator, on an emulated NPU
+	$(NPU_RUN) -- $(NPU_VENV)/bin/python -m pytest tests/emulator
+	$(NPU_RUN) -- $(NPU_VENV)/bin/python -m pytest tests/conformance --device npu
+	$(NPU_RUN) --lift dtype -- $(NPU_VENV)/bin/python -m pytest tests/integration/ascend
 
 test-full: lint type proto-check ## every check and every test
 	$(PYTEST) -n $(WORKERS)

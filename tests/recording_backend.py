@@ -97,11 +97,6 @@ class RecordingBackend(Backend):
 
         return replay
 
-    def write_kv(self, k: Tensor, v: Tensor, k_cache_: Tensor, v_cache_: Tensor, slot_mapping: Tensor) -> None:
-        # The reference skips slots of -1, and how many those are it reads on the host.
-        k_cache_.view(-1, *k_cache_.shape[2:])[slot_mapping] = k
-        v_cache_.view(-1, *v_cache_.shape[2:])[slot_mapping] = v
-
     def paged_attention(
         self,
         q: Tensor,

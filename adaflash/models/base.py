@@ -103,7 +103,7 @@ class TargetModel(ABC):
         Args:
             token_ids: [T] int64.
             positions: [T] int64.
-            slot_mapping: [T] int64, -1 writes nothing.
+            slot_mapping: [T] int64, all distinct.
             meta: From `backend.attention_metadata`.
             kv_: The target's cache, written in place.
             tap_layer_ids: Layers i whose output is returned in `taps`.

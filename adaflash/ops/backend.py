@@ -115,14 +115,14 @@ class Backend:
         return F.silu(gate) * up
 
     def write_kv(self, k: Tensor, v: Tensor, k_cache_: Tensor, v_cache_: Tensor, slot_mapping: Tensor) -> None:
-        """Write keys and values into their slots; a slot of -1 is skipped.
+        """Write keys and values into their slots.
 
         Args:
             k: [T, Hkv, D].
             v: [T, Hkv, D].
             k_cache_: Shape `kv_cache_shape`, written in place.
             v_cache_: Shape `kv_cache_shape`, written in place.
-            slot_mapping: [T] int64 slots, unique among those >= 0.
+            slot_mapping: [T] int64 slots of the cache, all distinct; devices need not check it.
         """
         reference.write_kv(k, v, k_cache_, v_cache_, slot_mapping)
 

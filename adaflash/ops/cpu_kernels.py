@@ -84,17 +84,16 @@ def apply_rope(
 
 @compiled("void(intp, intp, intp, intp, intp, intp, intp)")
 def write_rows(x: int, row_stride: int, slots: int, cache_: int, num_rows: int, n: int, num_slots: int) -> None:
-    """Copy row r of x, n elements, to row `slots[r]` of the cache, both fp32; a slot of -1 is skipped.
+    """Copy row r of x, n elements, to row `slots[r]` of the cache, both fp32.
 
     Raises:
-        IndexError: A slot lies behind the cache.
+        IndexError: A slot lies outside of the cache.
     """
     slot_of = carray(longs(slots), (num_rows,))
     for row in range(num_rows):
-        if slot_of[row] >= num_slots:
-            raise IndexError("slot_mapping points behind the KV cache")
-        if slot_of[row] >= 0:
-            source = carray(floats(x + 4 * row * row_stride), (n,))
-            out = carray(floats(cache_ + 4 * slot_of[row] * n), (n,))
-            for i in range(n):
-                out[i] = source[i]
+        if slot_of[row] < 0 or slot_of[row] >= num_slots:
+            raise IndexError("slot_mapping points outside of the KV cache")
+        source = carray(floats(x + 4 * row * row_stride), (n,))
+        out = carray(floats(cache_ + 4 * slot_of[row] * n), (n,))
+        for i in range(n):
+            out[i] = source[i]

@@ -24,7 +24,7 @@ class PackedBatch:
     Attributes:
         token_ids: [T] int64.
         positions: [T] int64, absolute positions of the tokens in their sequences.
-        slot_mapping: [T] int64, KV slot (block * block_size + offset) each token writes; -1 writes nothing.
+        slot_mapping: [T] int64, KV slot (block * block_size + offset) each token writes; all distinct.
         cu_seqlens_q: [S + 1] int32, prefix sums of the query lengths.
         seq_lens: [S] int32, KV length of each sequence including this step's tokens.
         block_tables: [S, max_blocks] int32, padded with 0.
@@ -32,7 +32,6 @@ class PackedBatch:
         query_lens_cpu: Query length of each sequence.
         seq_lens_cpu: Host copy of `seq_lens`.
         block_tables_cpu: Host copy of the block tables, unpadded: ceil(seq_len / block_size) entries or more.
-        has_skipped_slots: Whether `slot_mapping` may hold -1; never so for what `pack` makes.
     """
 
     token_ids: Tensor
@@ -45,7 +44,6 @@ class PackedBatch:
     query_lens_cpu: list[int]
     seq_lens_cpu: list[int]
     block_tables_cpu: list[list[int]]
-    has_skipped_slots: bool = False
 
     @property
     def num_tokens(self) -> int:

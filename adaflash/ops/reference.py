@@ -28,10 +28,8 @@ def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def write_kv(k: Tensor, v: Tensor, k_cache_: Tensor, v_cache_: Tensor, slot_mapping: Tensor) -> None:
     """See `Backend.write_kv`; cache layout [num_blocks, block_size, Hkv, D]."""
-    kept = slot_mapping >= 0
-    slots = slot_mapping[kept]
-    k_cache_.view(-1, *k_cache_.shape[2:])[slots] = k[kept]
-    v_cache_.view(-1, *v_cache_.shape[2:])[slots] = v[kept]
+    k_cache_.view(-1, *k_cache_.shape[2:])[slot_mapping] = k
+    v_cache_.view(-1, *v_cache_.shape[2:])[slot_mapping] = v
 
 
 def attention_mask(query_len: int, seq_len: int, causal: bool, window: int | None, device: torch.device) -> Tensor:

@@ -98,7 +98,7 @@ class Drafter(ABC):
         Args:
             taps: [T, len(tap_layer_ids) * H], the tapped layers' outputs side by side.
             positions: [T] int64 absolute positions.
-            slot_mapping: [T] int64, -1 writes nothing.
+            slot_mapping: [T] int64, all distinct.
             kv_: The drafter's cache, written in place.
         """
 

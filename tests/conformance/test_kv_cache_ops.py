@@ -30,25 +30,6 @@ def test_keys_may_be_written_in_pieces(split, backend, reference, paged_case, as
     assert_close(attend_with(backend, case, k_cache, v_cache), case.attend(reference))
 
 
-def test_a_slot_of_minus_one_is_skipped(backend, reference, paged_case, assert_close):
-    case = paged_case([20], [20])
-    k_cache, v_cache = case.caches(backend)
-    garbage = torch.full_like(case.keys[0], 7.0).to(backend.device)
-    slots = case.slots(0, backend.device)
-    skipped = torch.full_like(slots, -1)
-    backend.write_kv(garbage, garbage, k_cache, v_cache, skipped)
-    mixed = torch.where(torch.arange(20, device=backend.device) % 3 == 0, skipped, slots)
-    keys, values = case.keys[0].to(backend.device), case.values[0].to(backend.device)
-    backend.write_kv(
-        torch.where((mixed < 0)[:, None, None], garbage, keys),
-        torch.where((mixed < 0)[:, None, None], garbage, values),
-        k_cache,
-        v_cache,
-        mixed,
-    )
-    assert_close(attend_with(backend, case, k_cache, v_cache), case.attend(reference))
-
-
 def test_writing_nothing_is_allowed(backend, paged_case):
     case = paged_case([1], [5])
     k_cache, v_cache = case.caches(backend)

@@ -6,8 +6,8 @@ Calls are given by keyword: names are checked against the schemas of torch_npu, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from adaflash.ops import reference_sampling
 from adaflash.ops.backend import Backend, MemoryInfo
+from adaflash.ops.graph_shapes import GraphBuckets
+from adaflash.ops.host_batch import StaticBatch
 from adaflash.ops.metadata import (
     AttentionMetadata,
     NormOutput,
@@ -25,9 +27,19 @@ from adaflash.ops.metadata import (
     device_tensor,
 )
 from adaflash_ascend import limits
-from adaflash_ascend.attention import AscendAttentionMetadata, attend, build_metadata, compressed_mask, sparsity
+from adaflash_ascend.attention import (
+    AscendAttentionMetadata,
+    attend,
+    attention_arguments,
+    build_metadata,
+    compressed_mask,
+    sparsity,
+)
+from adaflash_ascend.graph import GraphCapture, graph_buckets
 from adaflash_ascend.runtime import open_device
 from adaflash_ascend.sampling import filtered
+
+Output = TypeVar("Output")
 
 
 class _Angles(NamedTuple):
@@ -37,13 +49,6 @@ class _Angles(NamedTuple):
     sin: Tensor
     wide_cos: Tensor
     wide_sin: Tensor
-
-
-class _Slots(NamedTuple):
-    """A slot mapping, and the rows of it that are written: indexes on the device, None for all."""
-
-    mapping: Tensor
-    kept: Tensor | None
 
 
 def _needs_grad(*tensors: Tensor) -> bool:
@@ -70,8 +75,8 @@ class AscendBackend(Backend):
         super().__init__(device)
         self._attention_dtypes = tuple(attention_dtypes)
         self._mask = compressed_mask(self.device)
+        self._graphs = GraphCapture()
         self._angles: _Angles | None = None
-        self._slots: _Slots | None = None
 
     # ---- ops -------------------------------------------------------------------------------------------------
 
@@ -105,18 +110,12 @@ class AscendBackend(Backend):
     def write_kv(self, k: Tensor, v: Tensor, k_cache_: Tensor, v_cache_: Tensor, slot_mapping: Tensor) -> None:
         """See `Backend.write_kv`.
 
-        The kernel needs distinct slots >= 0. Those of a batch seen by `attention_metadata` are so, or it said not; any
-        other mapping is read back once, which waits for the device, and its rows of -1 are left out. To pad a batch
-        without that, send the rows to slots of blocks that no sequence has, distinct ones.
+        The kernel writes slots that come twice in no order, and memory elsewhere for one that is not in the cache. Both
+        are ruled out by block tables, which nothing here reads back from the device to make sure.
         """
         if not self._takes("write_kv", limits.cache_write(k, v, k_cache_, v_cache_), k, v):
             super().write_kv(k, v, k_cache_, v_cache_, slot_mapping)
             return
-        kept = self._kept_rows(slot_mapping, k_cache_.shape[0] * k_cache_.shape[1])
-        if kept is not None:
-            k, v, slot_mapping = k[kept], v[kept], slot_mapping[kept]
-            if not k.shape[0]:
-                return
         torch.ops.npu.npu_scatter_pa_kv_cache(
             key=k.contiguous(),
             value=v.contiguous(),
@@ -145,7 +144,12 @@ class AscendBackend(Backend):
         if not num_rows:
             return q.new_zeros(q.shape)
         keys = sparsity(causal, window, meta.max_query_len)
-        out = attend(q[:num_rows].contiguous(), k_cache, v_cache, meta, scale, self._mask, keys)
+        rows = q[:num_rows].contiguous()
+        if self._graphs.is_active:
+            arguments = attention_arguments(rows, k_cache, v_cache, meta.tables, scale, self._mask, keys)
+            out = self._graphs.attend(meta, arguments, torch.empty_like(rows))
+        else:
+            out = attend(rows, k_cache, v_cache, meta, scale, self._mask, keys)
         return out if num_rows == q.shape[0] else torch.cat((out, q.new_zeros(q.shape[0] - num_rows, *q.shape[1:])))
 
     def verify_drafts(
@@ -188,10 +192,16 @@ class AscendBackend(Backend):
         return (num_blocks, block_size, num_kv_heads, head_dim)
 
     def attention_metadata(self, batch: PackedBatch) -> AttentionMetadata:
-        """See `Backend.attention_metadata`; also notes that the batch's slots can be written as they are."""
-        if not batch.has_skipped_slots:
-            self._slots = _Slots(batch.slot_mapping, None)
+        """See `Backend.attention_metadata`."""
         return build_metadata(batch)
+
+    def graph_buckets(self, max_num_seqs: int, max_num_tokens: int) -> GraphBuckets:
+        """See `Backend.graph_buckets`."""
+        return graph_buckets(max_num_seqs, max_num_tokens)
+
+    def capture(self, forward: Callable[[PackedBatch], Output], static: StaticBatch) -> Callable[[], Output]:
+        """See `Backend.capture`."""
+        return self._graphs.capture(forward, static)
 
     def memory_info(self) -> MemoryInfo:
         """See `Backend.memory_info`."""
@@ -229,13 +239,3 @@ class AscendBackend(Backend):
             wide = [torch.cat((x, x), dim=-1).to(dtype)[:, None] for x in (cos, sin)]
             angles = self._angles = _Angles(cos, sin, *wide)
         return angles
-
-    def _kept_rows(self, slot_mapping: Tensor, num_slots: int) -> Tensor | None:
-        """Return which rows have a slot, None for all; reads a new mapping once, for all layers of a forward."""
-        if self._slots is None or self._slots.mapping is not slot_mapping:
-            slots = slot_mapping.tolist()
-            kept = [row for row, slot in enumerate(slots) if slot >= 0]
-            limits.check_slots([slots[row] for row in kept], num_slots)
-            rows = None if len(kept) == len(slots) else device_tensor(np.array(kept, dtype=np.int64), self.device)
-            self._slots = _Slots(slot_mapping, rows)
-        return self._slots.kept

@@ -139,16 +139,3 @@ def check_query_ends(query_ends: Sequence[int], num_rows: int) -> None:
             f"cumulative query lengths {list(query_ends)} are invalid: must not decrease, "
             f"and end at {num_rows}, the number of rows"
         )
-
-
-def check_slots(slots: Sequence[int], num_slots: int) -> None:
-    """Refuse KV slots that the operator would write in no order, or outside the cache.
-
-    Raises:
-        BackendError: A slot comes twice, or is not in [0, num_slots).
-    """
-    if len(set(slots)) != len(slots):
-        raise BackendError(f"slot_mapping={list(slots)} is invalid: every slot may be written once in a call")
-    outside = [slot for slot in slots if not 0 <= slot < num_slots]
-    if outside:
-        raise BackendError(f"slot_mapping has {outside}: must be in [0, {num_slots})")

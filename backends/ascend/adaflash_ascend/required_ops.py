@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 REQUIRED_OPS = (
+    "_npu_fused_infer_attention_score_get_max_workspace",
     "npu_add_rms_norm",
     "npu_fused_infer_attention_score",
+    "npu_fused_infer_attention_score.out",
     "npu_rms_norm",
     "npu_rotary_mul",
     "npu_scatter_pa_kv_cache",

@@ -34,7 +34,7 @@ def open_device(device: str) -> None:
             f"device={device!r} is not there: CANN sees {num_devices} NPUs; check `npu-smi info` and "
             "ASCEND_RT_VISIBLE_DEVICES, which selects among them"
         )
-    missing = [name for name in REQUIRED_OPS if not hasattr(torch.ops.npu, name)]
+    missing = [name for name in REQUIRED_OPS if not hasattr(torch.ops.npu, name.partition(".")[0])]
     if missing:
         raise BackendError(f"device={device!r}: torch_npu lacks {', '.join(missing)}: it is too old, {INSTALL}")
 

@@ -192,14 +192,6 @@ def test_blocks_do_not_see_each_other(drafter: DFlashDrafter) -> None:
     torch.testing.assert_close(changed.hidden[1:], together.hidden[1:], atol=ATOL, rtol=1e-5)
 
 
-def test_padded_slots_write_nothing(drafter: DFlashDrafter) -> None:
-    sequences = PagedSequences(drafter)
-    before = [cache.clone() for cache in (*sequences.kv.k, *sequences.kv.v)]
-    slots = torch.full((7,), -1)
-    drafter.write_context(sequences.taps[1], torch.arange(7), slots, sequences.kv)
-    assert all(torch.equal(a, b) for a, b in zip(before, (*sequences.kv.k, *sequences.kv.v), strict=True))
-
-
 def test_no_context_rows_are_no_error(drafter: DFlashDrafter) -> None:
     sequences = PagedSequences(drafter)
     empty = torch.empty(0, dtype=torch.int64)
