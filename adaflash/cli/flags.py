@@ -182,6 +182,8 @@ def attribute_docs(config_class: type[Any]) -> dict[str, str]:
         match = re.match(r"^ {8}(\w+): (.*)$", line)
         if match:
             name, docs[match[1]] = match[1], match[2]
+        elif re.match(r"^ {4}\S", line):  # the next section
+            break
         elif name and line.strip():
             docs[name] += " " + line.strip()
     return docs

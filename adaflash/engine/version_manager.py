@@ -78,7 +78,7 @@ class VersionManager:
     """Takes versions one at a time, the newest first; what comes meanwhile waits, and a newer one takes its place.
 
     Use it as `async with`, around what hands versions over. Versions up to `proven` have passed their trial elsewhere,
-    or here before a restart, and go live at once.
+    or here before a restart, and go live at once, before any other.
 
     Args:
         engine: Has a drafter.
@@ -94,7 +94,8 @@ class VersionManager:
     def __init__(self, engine: AsyncEngine, checkpoint: Path, staging: StagingArea, config: RolloutConfig) -> None:
         self._engine, self._checkpoint, self._staging, self._config = engine, checkpoint, staging, config
         self._reporter: VersionReporter | None = None
-        self._pending: StagedVersion | None = None
+        self._pending: StagedVersion | None = None  # to be tried
+        self._pending_proven: StagedVersion | None = None
         self._news = asyncio.Event()
         self._activated = asyncio.Event()
         self._candidate: int | None = None
@@ -113,8 +114,9 @@ class VersionManager:
         states = {"active": self.active}
         if self._candidate is not None:
             states["candidate"] = self._candidate
-        if self._pending is not None:
-            states["pending"] = self._pending.version
+        waiting = [staged.version for staged in (self._pending, self._pending_proven) if staged is not None]
+        if waiting:
+            states["pending"] = max(waiting)
         return states
 
     def start(self, reporter: VersionReporter) -> None:
@@ -130,13 +132,18 @@ class VersionManager:
 
     async def take(self, staged: StagedVersion) -> None:
         """Take note of a version to bring in; `VersionClient`'s `on_version`."""
-        self._pending = staged
+        if staged.version <= self.proven:
+            self._pending_proven = staged
+        else:
+            self._pending = staged
         self._news.set()
 
     async def revoke(self, version: int, reason: str) -> None:
         """Stop using a version that must not be used; `VersionClient`'s `on_bad`."""
         if self._pending is not None and self._pending.version == version:
             self._pending = None
+        if self._pending_proven is not None and self._pending_proven.version == version:
+            self._pending_proven = None
         await self._engine.call(lambda engine: _end_candidate(engine, version, reason))
         self._history = [v for v in self._history if v != version or v == self.active]
         if version == self.active:
@@ -159,7 +166,7 @@ class VersionManager:
         while True:
             await self._news.wait()
             self._news.clear()
-            staged, self._pending = self._pending, None
+            staged = self._next()
             if staged is None:
                 continue
             try:
@@ -170,9 +177,19 @@ class VersionManager:
                 logger.exception("a version could not be brought in version=%d", staged.version)
                 self._refuse(staged.version, repr(error))
 
+    def _next(self) -> StagedVersion | None:
+        if self._pending_proven is None:
+            staged, self._pending = self._pending, None
+            return staged
+        staged, self._pending_proven = self._pending_proven, None
+        if self._pending is not None:
+            self._news.set()
+        return staged
+
     async def _roll_out(self, staged: StagedVersion) -> None:
         await self._wait_for_room()
-        if self._pending is not None or self._staging.is_bad(staged.version):
+        newer = self._pending_proven if staged.version <= self.proven else self._pending
+        if newer is not None or self._staging.is_bad(staged.version):
             return  # a newer one takes its place
         drafter = await self._load(staged.directory, staged.version)
         if staged.version <= self.proven:

@@ -22,6 +22,7 @@ from adaflash.models.digest import target_digest
 from adaflash.rpc.client import ClientTls
 from adaflash.rpc.pb import trainer_pb2 as pb
 from adaflash.rpc.pb import trainer_pb2_grpc
+from adaflash.rpc.trainer_convert import offer_from_pb
 from adaflash.rpc.trajectory_upload import TrajectoryUploader
 from adaflash.rpc.version_client import RetryPolicy, TrainerAddress, VersionClient, open_channel
 from adaflash.training.canary import CanaryConfig
@@ -91,10 +92,20 @@ class OnlineLearning:
         status = await self._fetch_status()
         rollout = RolloutConfig(self._canary, self._config.drain_timeout_s)
         self.manager = manager = VersionManager(engine, self._draft_dir, self.staging, rollout)
+        offer = None
         if status is not None:
-            manager.proven = max(manager.proven, status.active_version)
+            is_bad = any(info.is_bad and info.version == manager.proven for info in status.versions)
+            manager.proven = status.active_version if is_bad else max(manager.proven, status.active_version)
+            offer = next((offer_from_pb(info) for info in status.versions if info.version == manager.proven), None)
         self.versions = VersionClient(
-            self._trainer, self._server_id, self.staging, self._checker, manager.take, on_bad=manager.revoke
+            self._trainer,
+            self._server_id,
+            self.staging,
+            self._checker,
+            manager.take,
+            on_bad=manager.revoke,
+            proven_version=manager.proven,
+            proven_offer=None if offer is None or offer.bad_reason is not None else offer,
         )
         self.uploader = TrajectoryUploader(self._trainer, self.spool)
         await self._stack.enter_async_context(self.versions)
@@ -127,7 +138,7 @@ class OnlineLearning:
             return status
         except grpc.aio.AioRpcError as error:
             logger.warning(
-                "the trainer is not there trainer=%s reason=%s: %s",
+                "the trainer does not say what it has trainer=%s reason=%s: %s",
                 self._trainer.address,
                 error.code().name,
                 error.details(),

@@ -41,7 +41,7 @@ MAX_SUBSCRIBERS = 1024
 MAX_SERVERS = 4096
 MAX_KEY_CHARS = 256
 # Names of the store's pins.
-ACTIVE, LAST_GOOD = "active", "last_good"
+ACTIVE, LAST_GOOD, TRIAL = "active", "last_good", "trial"
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -221,7 +221,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             raise UnavailableError(f"version {version} cannot be published again: {error}") from error
 
     def _apply(self, report: VersionReport, server_id: str) -> None:
-        """Mark bad, and pin the newest version that proved itself and the one before it."""
+        """Mark bad, and pin what is on trial, the newest version that proved itself, and the one before it."""
         if report.event == "bad" and report.version > 0:
             self._store.mark_bad(report.version, f"{server_id}: {report.reason}")
         pins = self._store.pins
@@ -234,6 +234,11 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             self._pin(ACTIVE, 0 if last_good == active or last_good in self._store.bad else last_good)
         if self._store.pins.get(LAST_GOOD) in self._store.bad:
             self._pin(LAST_GOOD, 0)
+        trial = f"{TRIAL}:{server_id}"
+        if report.event == "canary":
+            self._pin(trial, report.version)
+        elif report.event != "staged" and self._store.pins.get(trial) == report.version:
+            self._pin(trial, 0)
 
     def _pin(self, name: str, version: int) -> None:
         try:

@@ -78,8 +78,9 @@ class ClientStatus(NamedTuple):
 class VersionClient:
     """Subscribes to a trainer, fetches and checks each new version, and hands it over; reconnects for ever.
 
-    Versions are handed over in growing order, at most once while it runs. When it starts, a good version that an
-    earlier process staged is handed over first, trainer or no trainer. Use it as `async with VersionClient(...)`.
+    Versions are handed over in growing order, at most once while it runs. When it starts, the proven version is handed
+    over first, and then the newest good one that an earlier process staged, trainer or no trainer. Use it as
+    `async with VersionClient(...)`.
 
     Args:
         trainer: Where the trainer is.
@@ -90,6 +91,8 @@ class VersionClient:
             it raises, the client goes on.
         on_bad: Told of a version and the reason when the trainer says that it must not be used.
         active_version: What is served already; only newer versions are handed over.
+        proven_version: What passed its trial, here or elsewhere, and is to be served before anything newer; 0 for none.
+        proven_offer: Where the trainer has it, in case that it is not staged.
         timeouts: Limits of every state.
         retry: What to do after failures.
         chunk_bytes: Size of a chunk, at most 1 MiB.
@@ -108,6 +111,8 @@ class VersionClient:
         *,
         on_bad: OnBad | None = None,
         active_version: int = 0,
+        proven_version: int = 0,
+        proven_offer: VersionOffer | None = None,
         timeouts: ClientTimeouts | None = None,
         retry: RetryPolicy | None = None,
         chunk_bytes: int = MAX_CHUNK_BYTES,
@@ -119,6 +124,8 @@ class VersionClient:
         self._timeouts, self._retry = timeouts or ClientTimeouts(), retry or RetryPolicy()
         self._chunk_bytes = chunk_bytes
         self._active_version = active_version
+        assert proven_offer is None or proven_offer.version == proven_version, "the offer is of the proven version"
+        self._proven_version, self._proven_offer = proven_version, proven_offer
         self._next_version = max(active_version + 1, staging.highest)
         self._given_up: set[int] = set()
         self._failures = _Failures()
@@ -225,21 +232,33 @@ class VersionClient:
         self._last_error = error
 
     async def _resume(self) -> None:
-        """Hand over the newest good version that is staged already."""
+        """Hand over what is staged already: the proven version, and the newest good one.
+
+        Where the proven one must be fetched first, the newest waits for the trainer to announce it.
+        """
         self._enter("resuming")
-        for version in reversed(self._staging.versions()):
-            stored = self._staging.find(version)
-            if version <= self._active_version or self._staging.is_bad(version) or stored is None:
-                continue
-            check = asyncio.to_thread(self._checker.check, stored.directory, stored.manifest)
-            try:
-                await asyncio.wait_for(check, self._timeouts.verify_s)
-            except PayloadError as error:
-                logger.warning("a staged version is removed version=%d reason=%s", version, error)
-                self._staging.discard(version)
-                continue
-            await self._hand_over(StagedVersion(version, stored.directory, stored.manifest))
+        if self._proven_version > self._active_version and await self._resume_version(self._proven_version):
+            self._proven_offer = None
+        if self._proven_offer is not None:
             return
+        for version in reversed(self._staging.versions()):
+            if version <= max(self._active_version, self._proven_version) or await self._resume_version(version):
+                return
+
+    async def _resume_version(self, version: int) -> bool:
+        """Hand over a staged version; False when it is not there, or not good."""
+        stored = self._staging.find(version)
+        if self._staging.is_bad(version) or stored is None:
+            return False
+        check = asyncio.to_thread(self._checker.check, stored.directory, stored.manifest)
+        try:
+            await asyncio.wait_for(check, self._timeouts.verify_s)
+        except PayloadError as error:
+            logger.warning("a staged version is removed version=%d reason=%s", version, error)
+            self._staging.discard(version)
+            return False
+        await self._hand_over(StagedVersion(version, stored.directory, stored.manifest))
+        return True
 
     async def _session(self) -> None:
         """Take what the trainer announces until something fails."""
@@ -253,6 +272,10 @@ class VersionClient:
                 self._enter("subscribed")
                 self._last_error = None
             listening = asyncio.create_task(self._listen(call))
+            if self._proven_offer is not None:
+                await self._take(self._proven_offer)
+                self._proven_offer = None
+                self._enter("subscribed")
             while True:
                 await self._wait_for_offer(listening)
                 offer, self._offer = self._offer, None
@@ -289,7 +312,12 @@ class VersionClient:
     async def _deliver(self, offer: VersionOffer) -> None:
         """Fetch a version and hand it over, or give it up for good reason; raises what a retry may cure."""
         version = offer.version
-        if version < self._next_version or version in self._given_up or self._staging.is_bad(version):
+        if version >= self._next_version:
+            await self._take(offer)
+
+    async def _take(self, offer: VersionOffer) -> None:
+        version = offer.version
+        if version in self._given_up or self._staging.is_bad(version):
             return
         self._enter("fetching", version)
         before = self._fetcher.num_bytes_received

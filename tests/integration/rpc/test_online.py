@@ -60,6 +60,68 @@ def test_three_servers_learn_from_one_trainer(setup: TinySetup, expected: list[l
     run(scenario(), TIMEOUT_S)
 
 
+def test_a_server_that_starts_serves_what_is_proven_though_a_newer_version_is_untried(
+    setup: TinySetup, expected: list[list[int]], tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        async with trainer_of(setup, tmp_path / "store") as trainer:
+            address = trainer.server.address
+            async with node_of(setup, expected, address, tmp_path / "a") as node:
+                trainer.publish(1)
+                await node.traffic(lambda: node.active == 1)
+                await eventually(lambda: trainer.store.pins.get(ACTIVE) == 1)
+                trainer.publish(2)
+                await eventually(lambda: node.online.staging.highest == 2, 20.0)
+            for name in ("a", "fresh"):  # one knows both versions, one none
+                async with node_of(setup, expected, address, tmp_path / name) as node:
+                    assert node.active == 1
+                    assert (await node.request(0)).speculation.drafter_versions == (1,)
+                    if name == "fresh":
+                        await node.traffic(lambda node=node: node.active == 2)  # type: ignore[misc]
+
+    run(scenario(), TIMEOUT_S)
+
+
+def test_a_restart_without_the_trainer_serves_what_was_proven(
+    setup: TinySetup, expected: list[list[int]], tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        async with (
+            trainer_of(setup, tmp_path / "store") as trainer,
+            node_of(setup, expected, trainer.server.address, tmp_path / "a") as node,
+        ):
+            trainer.publish(1)
+            await node.traffic(lambda: node.active == 1)
+            trainer.publish(2)
+            await eventually(lambda: node.online.staging.highest == 2, 20.0)
+        async with node_of(setup, expected, "127.0.0.1:1", tmp_path / "a") as node:
+            assert node.active == 1
+
+    run(scenario(), TIMEOUT_S)
+
+
+def test_a_version_on_trial_outlives_newer_ones_in_the_store(
+    setup: TinySetup, expected: list[list[int]], tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        async with (
+            trainer_of(setup, tmp_path / "store") as trainer,
+            node_of(setup, expected, trainer.server.address, tmp_path / "a") as node,
+        ):
+            trainer.publish(1)
+            await eventually(lambda: 1 in trainer.store.pins.values(), 20.0)
+            for seed in range(2, 9):
+                trainer.publish(seed)
+            assert trainer.store.get(1).version == 1
+            await node.traffic(lambda: node.active == 1)
+            await eventually(lambda: trainer.store.pins.get(ACTIVE) == 1)
+            await node.traffic(lambda: node.active == 8)
+            await eventually(lambda: trainer.store.pins.get(ACTIVE) == 8)
+            assert set(trainer.store.pins.values()) == {1, 8}, "nothing is on trial any more"
+
+    run(scenario(), TIMEOUT_S)
+
+
 def test_trajectories_reach_the_trainer_unless_a_request_forbids_it(
     setup: TinySetup, expected: list[list[int]], tmp_path: Path
 ) -> None:

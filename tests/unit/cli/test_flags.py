@@ -112,3 +112,24 @@ def test_booleans_and_secrets_come_from_the_environment():
 def test_a_model_given_twice_is_refused():
     with pytest.raises(ConfigError, match="twice"):
         _configs(["a", "--model", "b"])
+
+
+@dataclasses.dataclass
+class Documented:
+    """A config.
+
+    Attributes:
+        first: One
+            thing.
+        last: Another.
+
+    Raises:
+        ConfigError: Not part of any help.
+    """
+
+    first: int = 1
+    last: int = 2
+
+
+def test_help_of_the_last_field_ends_where_the_next_section_begins():
+    assert attribute_docs(Documented) == {"first": "One thing.", "last": "Another."}
