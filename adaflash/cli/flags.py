@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import json
 import re
 import types
@@ -175,14 +176,15 @@ def flags_of(
 
 def attribute_docs(config_class: type[Any]) -> dict[str, str]:
     """Return the `Attributes:` section of a class's docstring, joined to one line per attribute."""
-    section = (config_class.__doc__ or "").partition("Attributes:")[2]
+    # Python strips the indentation of docstrings since 3.13.
+    section = inspect.cleandoc(config_class.__doc__ or "").partition("Attributes:")[2]
     docs: dict[str, str] = {}
     name = ""
     for line in section.splitlines():
-        match = re.match(r"^ {8}(\w+): (.*)$", line)
+        match = re.match(r"^ {4}(\w+): (.*)$", line)
         if match:
             name, docs[match[1]] = match[1], match[2]
-        elif re.match(r"^ {4}\S", line):  # the next section
+        elif re.match(r"^\S", line):  # the next section
             break
         elif name and line.strip():
             docs[name] += " " + line.strip()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import argparse
 import dataclasses
+import inspect
 
 import pytest
 
@@ -132,4 +133,9 @@ class Documented:
 
 
 def test_help_of_the_last_field_ends_where_the_next_section_begins():
+    assert attribute_docs(Documented) == {"first": "One thing.", "last": "Another."}
+
+
+def test_help_is_found_whether_or_not_python_strips_the_docstring(monkeypatch):
+    monkeypatch.setattr(Documented, "__doc__", inspect.cleandoc(Documented.__doc__))
     assert attribute_docs(Documented) == {"first": "One thing.", "last": "Another."}
