@@ -17,7 +17,7 @@ from adaflash.rpc.online_metrics import OnlineCollector
 from adaflash.rpc.trainer_service import ACTIVE
 from adaflash.training.version_directory import Publication
 from tests.engines import TinySetup
-from tests.online import GREEDY, PROMPTS, node_of, plain_tokens, trainer_of
+from tests.online import GREEDY, PROMPTS, Node, Trainer, node_of, plain_tokens, trainer_of
 from tests.serving import eventually, run
 from tests.versions import write_like
 
@@ -60,6 +60,14 @@ def test_three_servers_learn_from_one_trainer(setup: TinySetup, expected: list[l
     run(scenario(), TIMEOUT_S)
 
 
+async def prove_one_and_stage_two(trainer: Trainer, node: Node) -> None:
+    trainer.publish(1)
+    await node.traffic(lambda: node.active == 1)
+    await eventually(lambda: trainer.store.pins.get(ACTIVE) == 1)
+    trainer.publish(2)
+    await eventually(lambda: node.online.staging.highest == 2, 20.0)
+
+
 def test_a_server_that_starts_serves_what_is_proven_though_a_newer_version_is_untried(
     setup: TinySetup, expected: list[list[int]], tmp_path: Path
 ) -> None:
@@ -67,11 +75,7 @@ def test_a_server_that_starts_serves_what_is_proven_though_a_newer_version_is_un
         async with trainer_of(setup, tmp_path / "store") as trainer:
             address = trainer.server.address
             async with node_of(setup, expected, address, tmp_path / "a") as node:
-                trainer.publish(1)
-                await node.traffic(lambda: node.active == 1)
-                await eventually(lambda: trainer.store.pins.get(ACTIVE) == 1)
-                trainer.publish(2)
-                await eventually(lambda: node.online.staging.highest == 2, 20.0)
+                await prove_one_and_stage_two(trainer, node)
             for name in ("a", "fresh"):  # one knows both versions, one none
                 async with node_of(setup, expected, address, tmp_path / name) as node:
                     assert node.active == 1
@@ -90,10 +94,7 @@ def test_a_restart_without_the_trainer_serves_what_was_proven(
             trainer_of(setup, tmp_path / "store") as trainer,
             node_of(setup, expected, trainer.server.address, tmp_path / "a") as node,
         ):
-            trainer.publish(1)
-            await node.traffic(lambda: node.active == 1)
-            trainer.publish(2)
-            await eventually(lambda: node.online.staging.highest == 2, 20.0)
+            await prove_one_and_stage_two(trainer, node)
         async with node_of(setup, expected, "127.0.0.1:1", tmp_path / "a") as node:
             assert node.active == 1
 
