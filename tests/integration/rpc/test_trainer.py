@@ -274,7 +274,7 @@ def test_reports_are_kept_and_a_bad_version_is_bad_for_everyone(tmp_path: Path, 
             assert trainer.store.pins == {"active": 2, "last_good": 1}
             await report(3, pb.VERSION_EVENT_CANARY)
             await report(2, pb.VERSION_EVENT_BAD, reason="acceptance fell")
-            assert trainer.store.pins == {"active": 1, "last_good": 1}
+            assert trainer.store.pins == {"active": 1, "last_good": 1, "trial:a": 3}
             assert trainer.store.bad == {2: "a: acceptance fell"}
             status = await stub.GetStatus(pb.GetTrainerStatusRequest())
             assert {(server.server_id, server.version) for server in status.servers} == {("a", 2), ("b", 2), ("c", 1)}
