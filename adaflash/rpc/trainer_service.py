@@ -239,6 +239,10 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             self._pin(trial, report.version)
         elif report.event != "staged" and self._store.pins.get(trial) == report.version:
             self._pin(trial, 0)
+        pins = self._store.pins
+        for name, version in pins.items():  # a server that is gone would keep its version for ever
+            if name.startswith(f"{TRIAL}:") and version <= pins.get(ACTIVE, 0):
+                self._pin(name, 0)
 
     def _pin(self, name: str, version: int) -> None:
         try:

@@ -279,6 +279,11 @@ def test_reports_are_kept_and_a_bad_version_is_bad_for_everyone(tmp_path: Path, 
             status = await stub.GetStatus(pb.GetTrainerStatusRequest())
             assert {(server.server_id, server.version) for server in status.servers} == {("a", 2), ("b", 2), ("c", 1)}
             assert (status.active_version, status.last_good_version) == (1, 1)
+            # What a server that is gone had on trial is kept until something newer has passed.
+            trainer.publish(4)
+            await report(4, pb.VERSION_EVENT_CANARY, "d")
+            await report(4, pb.VERSION_EVENT_ACTIVATED, "d")
+            assert trainer.store.pins == {"active": 4, "last_good": 1}
 
     run(scenario())
 
